@@ -1,0 +1,35 @@
+"""Who may see whom: masks, their lowering, counting and picture."""
+
+from .parts import MaskParts
+from .rules import (
+    Causal,
+    Dense,
+    Documents,
+    Intersection,
+    KeyLengths,
+    KeyPadding,
+    Mask,
+    Positions,
+    PrefixCausal,
+    QueryStart,
+    SlidingWindow,
+    Window,
+    four_dims,
+)
+
+__all__ = [
+    "Causal",
+    "Dense",
+    "Documents",
+    "Intersection",
+    "KeyLengths",
+    "KeyPadding",
+    "Mask",
+    "MaskParts",
+    "Positions",
+    "PrefixCausal",
+    "QueryStart",
+    "SlidingWindow",
+    "Window",
+    "four_dims",
+]

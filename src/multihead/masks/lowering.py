@@ -1,0 +1,317 @@
+"""From rules to parts: one call's masks gathered, merged and checked."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, MaskError
+from .parts import MaskParts
+
+_Integer = int | Tensor
+
+
+class Lowering:
+    """Gathers what the masks of one call contribute; `finish` merges it into MaskParts."""
+
+    def __init__(
+        self,
+        query_length: int,
+        key_length: int,
+        batch: int | None,
+        heads: int | None,
+        device: torch.device,
+    ) -> None:
+        self.query_length = query_length
+        self.key_length = key_length
+        self.batch = batch
+        self.heads = heads
+        self.device = device
+        self.frame: tuple[str, _Integer | tuple[Tensor, Tensor | None]] | None = None
+        self.lefts: list[tuple[_Integer, int]] = []
+        self.rights: list[tuple[_Integer, _Integer]] = []
+        self.key_lengths: Tensor | None = None
+        self.query_lengths: Tensor | None = None
+        self.key_visible: Tensor | None = None
+        self.ids: tuple[Tensor, Tensor] | None = None
+        self.dense: Tensor | None = None
+
+    def limit_left(self, left: _Integer, keep_first: int) -> None:
+        self.lefts.append((self._per_head(left, "Window.left"), keep_first))
+
+    def limit_right(self, right: _Integer, prefix: _Integer = 0) -> None:
+        prefix = self._per_batch(prefix, "PrefixCausal.length")
+        self.rights.append((self._per_head(right, "Window.right"), prefix))
+
+    def show_keys(self, visible: Tensor) -> None:
+        visible = self._two_dims(visible, self.key_length, "KeyPadding", "key")
+        self.key_visible = visible if self.key_visible is None else self.key_visible & visible
+
+    def show_pairs(self, visible: Tensor) -> None:
+        expected = (self.batch, self.heads, self.query_length, self.key_length)
+        fits = all(
+            size == 1 or want is None or size == want
+            for size, want in zip(visible.shape, expected, strict=True)
+        )
+        if not fits:
+            want = ", ".join(
+                name if size is None else str(size)
+                for name, size in zip("BH", expected[:2], strict=True)
+            )
+            raise MaskError(
+                f"mask must broadcast to [{want}, {self.query_length}, {self.key_length}] "
+                f"([B, H, Lq, Lk]); got {list(visible.shape)}."
+            )
+        self._same_device(visible, "mask")
+        self.dense = visible if self.dense is None else self.dense & visible
+
+    def match_ids(self, query_ids: Tensor, key_ids: Tensor | None) -> None:
+        query = self._two_dims(query_ids, self.query_length, "Documents.query_ids", "query")
+        if key_ids is None:
+            if self.query_length != self.key_length:
+                raise MaskError(
+                    "Documents without key_ids needs as many queries as keys; got "
+                    f"{self.query_length} queries and {self.key_length} keys. Pass key_ids."
+                )
+            key = query
+        else:
+            key = self._two_dims(key_ids, self.key_length, "Documents.key_ids", "key")
+            self._set_frame("Documents with key_ids", (_last_to_last(query, key), None))
+        self.ids = (query, key) if self.ids is None else _joint_ids(self.ids, (query, key))
+
+    def bound_lengths(self, lengths: Tensor, query_lengths: Tensor | None) -> None:
+        lengths = self._vector(lengths, self.batch, "KeyLengths.lengths", "batch")
+        if query_lengths is None:
+            self._check_lengths(lengths)
+            self._set_frame("KeyLengths", lengths - self.query_length)
+        else:
+            rows = self._vector(query_lengths, self.batch, "KeyLengths.query_lengths", "batch")
+            self._set_frame("KeyLengths", lengths - rows)
+            self.query_lengths = rows
+        self.key_lengths = lengths
+
+    def set_start(self, start: _Integer, name: str) -> None:
+        self._set_frame(name, self._per_batch(start, name))
+
+    def set_positions(self, query: Tensor, key: Tensor) -> None:
+        query = self._two_dims(query, self.query_length, "Positions.query", "query")
+        key = self._two_dims(key, self.key_length, "Positions.key", "key")
+        self._set_frame("Positions", (query, key))
+
+    def finish(self) -> MaskParts:
+        """The merged parts. Two windows without a common closed form become ranges."""
+        start: _Integer = self.key_length - self.query_length
+        query_positions = key_positions = None
+        if self.frame is not None:
+            frame = self.frame[1]
+            if isinstance(frame, tuple):
+                start, (query_positions, key_positions) = 0, frame
+            else:
+                start = frame
+        first: _Integer = 0
+        if self.key_visible is not None:
+            first = self.key_visible.to(torch.uint8).argmax(-1).to(torch.int32)
+        ids = self.ids or (None, None)
+        lefts, rights = _tightest_lefts(self.lefts), _tightest_rights(self.rights)
+
+        def parts(
+            left: tuple[_Integer, int] | None,
+            right: tuple[_Integer, _Integer] | None,
+            ranges: Tensor | None = None,
+            dense: Tensor | None = self.dense,
+        ) -> MaskParts:
+            return MaskParts(
+                query_length=self.query_length,
+                key_length=self.key_length,
+                device=self.device,
+                start=start,
+                first=first,
+                left=left[0] if left else None,
+                keep_first=left[1] if left else 0,
+                right=right[0] if right else None,
+                prefix=right[1] if right else 0,
+                key_lengths=self.key_lengths,
+                query_lengths=self.query_lengths,
+                key_visible=self.key_visible,
+                query_ids=ids[0],
+                key_ids=ids[1],
+                query_positions=query_positions,
+                key_positions=key_positions,
+                ranges=ranges,
+                dense=dense,
+            )
+
+        if len(lefts) <= 1 and len(rights) <= 1:
+            return parts(lefts[0] if lefts else None, rights[0] if rights else None)
+        pairs = itertools.zip_longest(lefts, rights)
+        windows = [parts(left, right, dense=None) for left, right in pairs]
+        if key_positions is not None:
+            # Explicit key positions have no intervals; such a call pays for its booleans.
+            visible = windows[0].visible()
+            for window in windows[1:]:
+                visible = visible & window.visible()
+            return parts(None, None, dense=visible if self.dense is None else visible & self.dense)
+        return parts(None, None, ranges=_common_ranges(windows))
+
+    def _set_frame(self, name: str, frame: _Integer | tuple[Tensor, Tensor | None]) -> None:
+        if self.frame is not None and not _same_frame(self.frame[1], frame):
+            raise MaskError(
+                f"{self.frame[0]} and {name} place the queries of one call at different "
+                "positions; a call has one frame. Keep one of them."
+            )
+        self.frame = (name, frame)
+
+    def _check_lengths(self, lengths: Tensor) -> None:
+        if torch.compiler.is_compiling() or lengths.device.type != "cpu":
+            return
+        for sample, length in enumerate(lengths.tolist()):
+            if not 0 <= length <= self.key_length:
+                raise MaskError(
+                    f"KeyLengths.lengths must lie between 0 and the {self.key_length} keys; "
+                    f"sample {sample} has {length}."
+                )
+            if 0 < length < self.query_length:
+                raise MaskError(
+                    f"KeyLengths counts this call's {self.query_length} queries among the keys, "
+                    f"but sample {sample} has only {length}. For a right-padded batch pass "
+                    "query_lengths too: KeyLengths(lengths, query_lengths=lengths)."
+                )
+
+    def _per_batch(self, value: _Integer, name: str) -> _Integer:
+        if isinstance(value, Tensor):
+            return self._vector(value, self.batch, name, "batch")
+        return value
+
+    def _per_head(self, value: _Integer, name: str) -> _Integer:
+        if isinstance(value, Tensor):
+            return self._vector(value, self.heads, name, "number of heads")
+        return value
+
+    def _vector(self, value: Tensor, size: int | None, name: str, what: str) -> Tensor:
+        if size is not None and value.shape[0] != size:
+            raise MaskError(f"{name} has {value.shape[0]} entries, but the {what} is {size}.")
+        return self._same_device(value, name).to(torch.int32).contiguous()
+
+    def _two_dims(self, value: Tensor, length: int, name: str, what: str) -> Tensor:
+        value = value[None] if value.ndim == 1 else value
+        batch, covered = value.shape
+        if covered != length:
+            raise MaskError(f"{name} covers {covered} positions, but {what} has {length}.")
+        if self.batch is not None and batch not in (1, self.batch):
+            raise MaskError(f"{name} has {batch} samples, but the batch is {self.batch}.")
+        dtype = torch.bool if value.dtype == torch.bool else torch.int32
+        return self._same_device(value, name).to(dtype).contiguous()
+
+    def _same_device(self, value: Tensor, name: str) -> Tensor:
+        if value.device != self.device:
+            raise DeviceError(
+                f"{name} is on {value.device}, but the call is on {self.device}. "
+                f"Move it with .to({str(self.device)!r})."
+            )
+        return value
+
+
+def _same_frame(
+    one: _Integer | tuple[Tensor, Tensor | None], other: _Integer | tuple[Tensor, Tensor | None]
+) -> bool:
+    if isinstance(one, tuple) or isinstance(other, tuple):
+        return one is other
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other or bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
+    return one == other
+
+
+def _tightest_lefts(lefts: list[tuple[_Integer, int]]) -> list[tuple[_Integer, int]]:
+    """Merge left bounds with one `keep_first`; drop those that a tighter one implies."""
+    merged: dict[int, _Integer] = {}
+    for left, keep in lefts:
+        merged[keep] = _minimum(merged[keep], left) if keep in merged else left
+    return [
+        (left, keep)
+        for keep, left in merged.items()
+        if not any(
+            other_keep < keep and _surely_at_most(other_left, left)
+            for other_keep, other_left in merged.items()
+        )
+    ]
+
+
+def _tightest_rights(rights: list[tuple[_Integer, _Integer]]) -> list[tuple[_Integer, _Integer]]:
+    """Merge right bounds without a prefix; drop prefixed ones that the merged one implies."""
+    plain: _Integer | None = None
+    prefixed: list[tuple[_Integer, _Integer]] = []
+    for right, prefix in rights:
+        if isinstance(prefix, Tensor) or prefix != 0:
+            prefixed.append((right, prefix))
+        else:
+            plain = right if plain is None else _minimum(plain, right)
+    if plain is None:
+        return prefixed
+    return [(plain, 0), *(it for it in prefixed if not _surely_at_most(plain, it[0]))]
+
+
+def _minimum(one: _Integer, other: _Integer) -> _Integer:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.minimum(torch.as_tensor(one), torch.as_tensor(other)).to(torch.int32)
+    return min(one, other)
+
+
+def _surely_at_most(one: _Integer, other: _Integer) -> bool:
+    """Whether `one <= other` is known without reading tensor values."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return one <= other
+
+
+def _common_ranges(windows: list[MaskParts]) -> Tensor:
+    """What all windows let in, as int32 [B|1, H|1, Lq, R, 2], disjoint and ascending."""
+    rows = slice(0, windows[0].query_length)
+    common = windows[0].intervals(rows)
+    for window in windows[1:]:
+        common = [
+            (torch.maximum(begin, other_begin), torch.minimum(end, other_end))
+            for begin, end in common
+            for other_begin, other_end in window.intervals(rows)
+        ]
+    bounds = torch.stack(torch.broadcast_tensors(*itertools.chain.from_iterable(common)), dim=-1)
+    begin, end = bounds[..., 0::2], bounds[..., 1::2]
+    end = torch.maximum(begin, end)
+    order = torch.argsort(begin, dim=-1, stable=True)
+    ranges = torch.stack((begin.gather(-1, order), end.gather(-1, order)), dim=-1)
+    return ranges.to(torch.int32).contiguous()
+
+
+def _last_to_last(query_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """The column of the r-th last key with the id of each r-th last query; [B, Lq] int32.
+
+    A query beyond its document's keys stands before column 0.
+    """
+    batch = max(query_ids.shape[0], key_ids.shape[0])
+    query_ids = query_ids.expand(batch, -1).contiguous()
+    key_ids = key_ids.expand(batch, -1).contiguous()
+    sorted_queries, query_order = torch.sort(query_ids, dim=-1, stable=True)
+    sorted_keys, key_order = torch.sort(key_ids, dim=-1, stable=True)
+    from_last = torch.searchsorted(sorted_queries, query_ids, right=True) - query_order.argsort(-1)
+    begin = torch.searchsorted(sorted_keys, query_ids)
+    end = torch.searchsorted(sorted_keys, query_ids, right=True)
+    slot = end - from_last
+    if key_ids.shape[1] == 0:
+        return torch.full_like(query_ids, -1)
+    column = key_order.gather(-1, slot.clamp(0, key_ids.shape[1] - 1))
+    return torch.where(slot >= begin, column, -1).to(torch.int32).contiguous()
+
+
+def _joint_ids(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids that are equal exactly where both pairs of ids are; negative where either is."""
+    batch = max(ids.shape[0] for ids in (*one, *other))
+    both = [
+        torch.stack((a.expand(batch, -1), b.expand(batch, -1)), dim=-1)
+        for a, b in zip(one, other, strict=True)
+    ]
+    pairs = torch.cat(both, dim=1).reshape(-1, 2)
+    numbers = torch.unique(pairs, dim=0, return_inverse=True)[1]
+    numbers = torch.where((pairs < 0).any(-1), -1, numbers).reshape(batch, -1).to(torch.int32)
+    query_length = one[0].shape[1]
+    return numbers[:, :query_length].contiguous(), numbers[:, query_length:].contiguous()
