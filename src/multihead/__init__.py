@@ -1,0 +1,92 @@
+"""Multi-head attention for PyTorch: exact, linear in memory, and open to look into."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    ArgumentError,
+    BackendError,
+    DeviceError,
+    DtypeError,
+    InputError,
+    MaskError,
+    MissingExtraError,
+    ModelError,
+    MultiheadError,
+)
+from .masks import (
+    Causal,
+    Dense,
+    Documents,
+    KeyLengths,
+    KeyPadding,
+    Mask,
+    Positions,
+    PrefixCausal,
+    QueryStart,
+    SlidingWindow,
+    Window,
+)
+from .nn import MultiHeadAttention
+from .ops.attention import (
+    AttentionResult,
+    Explanation,
+    attention,
+    attention_with_stats,
+    explain,
+)
+from .ops.problem import STATISTICS, ALiBi
+from .ops.weights import attention_map, attention_weights, received_attention
+
+if TYPE_CHECKING:
+    from .heads.watch import watch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "STATISTICS",
+    "ALiBi",
+    "ArgumentError",
+    "AttentionResult",
+    "BackendError",
+    "Causal",
+    "Dense",
+    "DeviceError",
+    "Documents",
+    "DtypeError",
+    "Explanation",
+    "InputError",
+    "KeyLengths",
+    "KeyPadding",
+    "Mask",
+    "MaskError",
+    "MissingExtraError",
+    "ModelError",
+    "MultiHeadAttention",
+    "MultiheadError",
+    "Positions",
+    "PrefixCausal",
+    "QueryStart",
+    "SlidingWindow",
+    "Window",
+    "attention",
+    "attention_map",
+    "attention_weights",
+    "attention_with_stats",
+    "explain",
+    "received_attention",
+    "watch",
+]
+
+# What tracebacks and help show is the name that users import.
+for _name in __all__:
+    if _name in globals() and hasattr(globals()[_name], "__module__"):
+        globals()[_name].__module__ = "multihead"
+del _name
+
+
+def __getattr__(name: str) -> Any:
+    """Load what stands above the layers only when it is used."""
+    if name == "watch":
+        return import_module(".heads.watch", __name__).watch
+    raise AttributeError(f"module 'multihead' has no attribute {name!r}")

@@ -1,0 +1,18 @@
+"""The one function, its backends, and exact pieces of the matrix it does not build."""
+
+from .attention import AttentionResult, Explanation, attention, attention_with_stats, explain
+from .problem import STATISTICS, ALiBi
+from .weights import attention_map, attention_weights, received_attention
+
+__all__ = [
+    "STATISTICS",
+    "ALiBi",
+    "AttentionResult",
+    "Explanation",
+    "attention",
+    "attention_map",
+    "attention_weights",
+    "attention_with_stats",
+    "explain",
+    "received_attention",
+]

@@ -1,0 +1,290 @@
+"""attention(), attention_with_stats(), explain(): describe the call, choose, run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cost.attention import AttentionCost
+from ..masks import Mask
+from . import dispatch, library
+from .problem import ALiBi, Problem, checked_stats, describe
+from .sweep import mask_shape
+from .weights import attention_weights
+
+T = TypeVar("T", Tensor, Any)
+
+
+def attention(
+    query: T,
+    key: T,
+    value: T,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | ALiBi | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> T:
+    """Exact softmax attention, O(N) memory.
+
+    Args:
+        query: [B, H, Lq, D], float32, bfloat16, float16 or float64, any strides.
+        key: [B, Hkv, Lk, D] in query's dtype; Hkv divides H, and query head h reads KV head
+            `h // (H / Hkv)`.
+        value: [B, Hkv, Lk, Dv].
+        mask: a Mask, or a bool tensor [Lq, Lk] or [B, H, Lq, Lk] (True = may attend, axes of
+            size 1 broadcast).
+        bias: a float tensor of the same shapes that is added to the logits, in float32; -inf
+            in it hides the key. Or `ALiBi(slopes)`.
+        scale: of q.k; 1/sqrt(D) unless given. 0 and negative values mean what they say.
+        softcap: c > 0 turns a scaled score s into `c * tanh(s / c)`.
+        sinks: float tensor [H]; a logit beside each row's keys that has no value.
+        dropout_p: must be 0 for now.
+        backend: "auto", or one by name: "native", "chunked", "reference".
+
+    Returns:
+        [B, H, Lq, Dv] in query's dtype. NumPy arrays in, a NumPy array out.
+
+    The order is: scale, softcap, bias, mask, softmax. A key that no rule lets in does not
+    exist: NaN there reaches nothing. A query that sees nothing gives zeros and zero gradients.
+    Softmax and sums are computed in float32 (float64 for float64).
+
+    Raises:
+        ArgumentError, DtypeError, DeviceError, MaskError: before any work.
+        BackendError: no backend, or not the named one, can serve the call.
+
+    Source: Vaswani et al. 2017, equation 1; softcap: Gemma 2; sinks: gpt-oss.
+    """
+    if isinstance(query, np.ndarray):
+        query, key, value, mask, bias, sinks = _from_numpy(query, key, value, mask, bias, sinks)
+        out = attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            backend=backend,
+        )
+        return out.numpy()
+    problem = describe(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+    )
+    return _run(problem, backend)[0]
+
+
+def attention_with_stats(
+    query: T,
+    key: T,
+    value: T,
+    *,
+    stats: Sequence[str] = ("lse", "entropy", "max_logit"),
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | ALiBi | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> AttentionResult:
+    """`attention`, and statistics of every query row from the same pass.
+
+    Takes attention's arguments, and `stats`, any of:
+
+    * `lse`: log of the softmax's denominator, natural, a sink included; -inf for an empty row
+    * `entropy`: of the row's weights in nats, a sink being one outcome
+    * `max_logit`: largest logit of a key; `max_qk`: largest `scale * q.k` before softcap and bias
+    * `max_weight`: largest weight of a key; `argmax`: its column, the lowest on ties, -1 for none
+    * `mean_distance`: mean `|p - j|` under the weights of the keys
+    * `sink_mass`: share of the keys' weight on the row's first column (its first visible
+      column under KeyPadding)
+    * `participation`: 1 / sum of squared weights of the keys: how many keys share the weight
+
+    lse, entropy and max_logit are differentiable, the others detached. Each is [B, H, Lq] in
+    float32 (float64 for float64 inputs; argmax int64).
+
+    Source: Dao et al. 2022 for lse; Zhai et al. 2023 for entropy; Kimi K2 2025 for max_qk.
+    """
+    names: tuple[str, ...] = checked_stats(stats)
+    if isinstance(query, np.ndarray):
+        query, key, value, mask, bias, sinks = _from_numpy(query, key, value, mask, bias, sinks)
+        result = attention_with_stats(
+            query,
+            key,
+            value,
+            stats=names,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            backend=backend,
+        )
+        arrays = {name: statistic.numpy() for name, statistic in result.stats.items()}
+        return replace(result, out=result.out.numpy(), stats=arrays)
+    problem = describe(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        stats=(*names, "lse"),
+    )
+    out, computed = _run(problem, backend)
+    call = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap}
+    return AttentionResult(
+        out=out,
+        stats={name: computed[name] for name in names},
+        _call={"query": problem.query, "key": problem.key, "lse": computed["lse"], **call},
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionResult:
+    """The output of a call, the statistics asked for, and the call itself.
+
+    Each statistic is an attribute: `result.lse`, `result.entropy`.
+    """
+
+    out: Any
+    stats: Mapping[str, Any]
+    _call: Mapping[str, Any] = field(repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        stats = self.__dict__.get("stats", {})
+        if name in stats:
+            return stats[name]
+        raise AttributeError(
+            f"{name!r} was not asked for; this result has {', '.join(stats)}. "
+            f"Pass stats=({name!r},) to attention_with_stats."
+        )
+
+    def weights(self, rows: Any, columns: Any) -> Any:
+        """The exact attention weights of rows x columns, [B, H, rows, columns].
+
+        `rows` and `columns` are slices, sequences of ints or 1-D integer tensors. Computed from
+        query, key and lse: O(rows x columns), whatever the context length.
+        """
+        weights = attention_weights(**self._call, rows=rows, columns=columns)
+        return weights.numpy() if isinstance(self.out, np.ndarray) else weights
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    stats: Sequence[str] = (),
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | ALiBi | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend would serve this call and why the others would not; what the call costs.
+
+    Takes the arguments of `attention` and `attention_with_stats`; computes no attention. Raises
+    what they would raise for bad arguments, but not where a named backend can't serve.
+    """
+    if isinstance(query, np.ndarray):
+        query, key, value, mask, bias, sinks = _from_numpy(query, key, value, mask, bias, sinks)
+    problem = describe(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        stats=stats,
+    )
+    order = dispatch.order(backend)
+    reasons = {it.NAME: tuple(dispatch.reasons(it, problem)) for it in dispatch.BACKENDS}
+    parts = problem.parts
+    counted = mask_shape(problem)
+    cost = AttentionCost.of_call(
+        batch=problem.batch,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        query_length=problem.query_length,
+        key_length=problem.key_length,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        visible_pairs=parts.count() * problem.batch * problem.heads // max(1, math.prod(counted)),
+        dtype=problem.query.dtype,
+    )
+    serves = next((it.NAME for it in order if not reasons[it.NAME]), None)
+    return Explanation(backend=serves, reasons=reasons, cost=cost)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call (None if none does), why others don't, and what it costs.
+
+    `print` shows it as a table.
+    """
+
+    backend: str | None
+    reasons: Mapping[str, tuple[str, ...]]
+    cost: AttentionCost
+
+    def __str__(self) -> str:
+        lines = [f"served by: {self.backend or 'no backend'}"]
+        for name, reasons in self.reasons.items():
+            lines.append(f"  {name:<10} {' '.join(reasons) or 'can serve'}")
+        cost = self.cost
+        lines += [
+            f"visible pairs     {cost.exponentials:,}",
+            f"operations        {cost.flops:,}",
+            f"bytes in and out  {cost.input_bytes + cost.output_bytes:,}",
+            f"N x N not built   {cost.score_table_bytes:,} bytes",
+        ]
+        return "\n".join(lines)
+
+
+def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run a described call, and show it to whoever watches."""
+    # A compiled graph has no one to show its calls to.
+    watching = None if torch.compiler.is_compiling() else dispatch.observer.get()
+    wanted = watching.wants(problem) if watching is not None else ()
+    if watching is None or not wanted:
+        return library.run(problem, backend)
+    both = replace(problem, stats=checked_stats((*problem.stats, *wanted)))
+    out, stats = library.run(both, backend)
+    seen = {name: statistic.detach() for name, statistic in stats.items() if name in wanted}
+    watching.record(both, out.detach(), seen)
+    return out, stats
+
+
+def _from_numpy(*arrays: Any) -> tuple[Any, ...]:
+    """NumPy arrays as tensors that share their memory; anything else as it is."""
+    return tuple(torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in arrays)

@@ -1,0 +1,1 @@
+"""One module a backend: NAME, `reasons(problem)`, `forward(problem)`; none imports another."""

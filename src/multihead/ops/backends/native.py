@@ -1,0 +1,280 @@
+"""The C++ kernels: exact attention on the CPU in O(N) memory, for float32 and bfloat16.
+
+This module alone imports the extension; without it the package works and `reasons` says so.
+Shape suffixes: b batch, h head, q query, k key, d width.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...errors import BackendError
+from ...masks import MaskParts
+from ..problem import ALiBi, Problem
+
+_native: ModuleType | None
+try:
+    from multihead import _native
+except ImportError as error:
+    _native = None
+    _MISSING = f"The native extension is not built: {error}."
+else:
+    _MISSING = ""
+
+NAME = "native"
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# The order of the addresses in the extension's `statistics`; argmax is int64.
+_STATISTICS = (
+    "lse",
+    "entropy",
+    "max_logit",
+    "max_qk",
+    "max_weight",
+    "mean_distance",
+    "sink_mass",
+    "participation",
+    "argmax",
+)
+
+
+def reasons(problem: Problem) -> list[str]:
+    """Why the kernels can't serve: not built, another device, another dtype."""
+    found = []
+    if _native is None:
+        found.append(_MISSING)
+    if problem.query.device.type != "cpu":
+        found.append(f"It runs on the CPU; the tensors are on {problem.query.device}.")
+    if problem.query.dtype not in _DTYPES:
+        dtype = str(problem.query.dtype).removeprefix("torch.")
+        found.append(f"It computes float32 and bfloat16, not {dtype}.")
+    return found
+
+
+def reluctance(problem: Problem) -> list[str]:
+    """Why another kernel would be the better choice for a call that these kernels can serve."""
+    if problem.query.dtype == torch.bfloat16 and _native is not None and _native.has_amx():
+        return [
+            "This processor has AMX, which torch's own bfloat16 attention uses and this one "
+            "does not."
+        ]
+    return []
+
+
+def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output [B, H, Lq, Dv] in query's dtype, and the statistics of `problem.stats`.
+
+    Statistics are float32 [B, H, Lq], argmax int64. The bits do not depend on the number of
+    threads or on the batch around a row. Raises BackendError if the extension is not built.
+    """
+    extension = _extension()
+    query, key, value = problem.query, problem.key, problem.value
+    batch, heads, query_length, head_dim = query.shape
+    rows_bhq = (batch, heads, query_length)
+    value_dim = value.shape[3]
+    out = torch.empty((*rows_bhq, value_dim), dtype=query.dtype)
+    stats = {
+        name: torch.empty(rows_bhq, dtype=torch.int64 if name == "argmax" else torch.float32)
+        for name in problem.stats
+    }
+    bias = problem.bias
+    # Held until the kernel returns, which only sees addresses.
+    sinks = _per_head(problem.sinks)
+    slopes = _per_head(bias.slopes) if isinstance(bias, ALiBi) else None
+    bias = bias if isinstance(bias, Tensor) else None
+    extension.forward(
+        dtype=_dtype(query.dtype),
+        sizes=(batch, heads, key.shape[1], query_length, key.shape[2], head_dim, value_dim),
+        query=(query.data_ptr(), *query.stride()),
+        key=(key.data_ptr(), *key.stride()),
+        value=(value.data_ptr(), *value.stride()),
+        out=(out.data_ptr(), *out.stride()),
+        scale=problem.scale,
+        softcap=problem.softcap or 0.0,
+        sinks=_address(sinks),
+        slopes=_address(slopes),
+        bias=_broadcast(bias),
+        bias_dtype=_dtype(torch.float32 if bias is None else bias.dtype),
+        mask=_mask(problem.parts, batch, heads),
+        statistics=tuple([_address(stats.get(name)) for name in _STATISTICS]),
+        threads=torch.get_num_threads(),
+    )
+    return out, stats
+
+
+def is_built() -> bool:
+    """Whether the extension was found."""
+    return _native is not None
+
+
+def instruction_sets() -> list[str]:
+    """The sets that this build holds and this processor runs, slowest first; [] if not built."""
+    return [] if _native is None else list(_native.instruction_sets())
+
+
+def instruction_set(dtype: torch.dtype = torch.float32) -> str | None:
+    """The set that serves `dtype` now; None if the extension is not built.
+
+    MULTIHEAD_ISA or `use_instruction_set` override the choice. "avx512_bf16" holds bfloat16
+    alone: where it is chosen, float32 still takes the fastest other set. Raises BackendError if
+    MULTIHEAD_ISA names a set that this processor lacks.
+    """
+    if _native is None:
+        return None
+    try:
+        return str(_native.instruction_set_for(_dtype(dtype)))
+    except ValueError as error:
+        raise BackendError(f"{error}.") from None
+
+
+def use_instruction_set(name: str | None) -> None:
+    """Run every later call of this process on one instruction set; None for the fastest.
+
+    Raises BackendError if the extension is not built or the processor lacks the set.
+    """
+    try:
+        _extension().use_instruction_set(name or "")
+    except ValueError as error:
+        raise BackendError(f"{error}.") from None
+
+
+def build_info() -> str | None:
+    """The compiler and the kind of build; None if the extension is not built."""
+    return None if _native is None else str(_native.BUILD)
+
+
+def peak(kind: str, threads: int) -> float | None:
+    """Measure the processor's limit in GF/s: "fma" in float32, or "dpbf16".
+
+    None where the processor lacks the instruction. Takes some ten milliseconds. Raises
+    BackendError if the extension is not built.
+    """
+    rate = float(_extension().peak(kind, threads))
+    return None if math.isnan(rate) else rate
+
+
+def _extension() -> ModuleType:
+    if _native is None:
+        raise BackendError(_MISSING)
+    return _native
+
+
+@lru_cache
+def _dtype(dtype: torch.dtype) -> object:
+    return getattr(_extension().Dtype, str(dtype).removeprefix("torch."))
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _per_head(values_h: Tensor | None) -> Tensor | None:
+    return None if values_h is None else values_h.detach().float().contiguous()
+
+
+def _broadcast(tensor: Tensor | None) -> tuple[int, ...] | None:
+    """Address and strides of a 4-D tensor, stride 0 along axes of size 1."""
+    if tensor is None:
+        return None
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr(), *(0 if size == 1 else stride for size, stride in strides)
+
+
+def _mask(parts: MaskParts, batch: int, heads: int) -> object:
+    numbers = (
+        parts.start,
+        parts.first,
+        parts.left,
+        parts.right,
+        parts.keep_first,
+        parts.prefix,
+    )
+    tensors = (
+        parts.key_lengths,
+        parts.query_lengths,
+        parts.key_visible,
+        parts.query_ids,
+        parts.key_ids,
+        parts.query_positions,
+        parts.key_positions,
+        parts.ranges,
+        parts.dense,
+    )
+    if not any(isinstance(part, Tensor) for part in (*numbers, *tensors)):
+        return _closed_mask(*numbers)
+    start, first, left, right, keep_first, prefix = numbers
+    return _extension().Mask(
+        start=_number(start, batch),
+        first=_number(first, batch),
+        left=None if left is None else _number(left, heads),
+        right=None if right is None else _number(right, heads),
+        keep_first=_number(keep_first, heads),
+        prefix=_number(prefix, batch),
+        key_lengths=_address(parts.key_lengths),
+        query_lengths=_address(parts.query_lengths),
+        key_visible=_rows(parts.key_visible),
+        query_ids=_rows(parts.query_ids),
+        key_ids=_rows(parts.key_ids),
+        query_positions=_rows(parts.query_positions),
+        key_positions=_rows(parts.key_positions),
+        ranges=_ranges(parts.ranges),
+        dense=_broadcast(parts.dense),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _closed_mask(
+    start: int, first: int, left: int | None, right: int | None, keep_first: int, prefix: int
+) -> object:
+    """A mask without tensors, which many calls share."""
+    return _extension().Mask(
+        start=(start, 0),
+        first=(first, 0),
+        left=None if left is None else (left, 0),
+        right=None if right is None else (right, 0),
+        keep_first=(keep_first, 0),
+        prefix=(prefix, 0),
+        key_lengths=0,
+        query_lengths=0,
+        key_visible=None,
+        query_ids=None,
+        key_ids=None,
+        query_positions=None,
+        key_positions=None,
+        ranges=None,
+        dense=None,
+    )
+
+
+def _number(value: int | Tensor, size: int) -> tuple[int, int]:
+    """One integer, or the address of `size` of them."""
+    if isinstance(value, Tensor):
+        return (0, value.data_ptr()) if value.numel() == size else (int(value), 0)
+    return value, 0
+
+
+def _rows(tensor_bl: Tensor | None) -> tuple[int, int] | None:
+    """Address and batch stride of an array [B|1, L]."""
+    if tensor_bl is None:
+        return None
+    return tensor_bl.data_ptr(), 0 if tensor_bl.shape[0] == 1 else tensor_bl.shape[1]
+
+
+def _ranges(ranges_bhqr2: Tensor | None) -> tuple[int, int, int, int] | None:
+    """Address, ranges a row, and the strides of batch and head."""
+    if ranges_bhqr2 is None:
+        return None
+    batch, heads, _, count, _ = ranges_bhqr2.shape
+    strides = ranges_bhqr2.stride()
+    return (
+        ranges_bhqr2.data_ptr(),
+        count,
+        0 if batch == 1 else strides[0],
+        0 if heads == 1 else strides[1],
+    )

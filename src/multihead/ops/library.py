@@ -1,0 +1,254 @@
+"""The operators registered with torch.library, and the one autograd.Function around them.
+
+`multihead::attend` and `multihead::attend_backward` exist for torch.compile, torch.export and
+fake tensors; an eager call goes straight to a backend. Derivatives are not registered with the
+operator, since `torch.func` would silently get zeros from it (pytorch#168393), but live in an
+autograd.Function.
+
+A call travels as flat arguments, in the order of `_SCHEMA`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendError
+from ..masks import MaskParts
+from . import dispatch
+from .backends import chunked
+from .problem import DIFFERENTIABLE, STATISTICS, ALiBi, Problem
+
+_SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? slopes, Tensor? sinks, "
+    "SymInt start, Tensor? starts, Tensor? first, SymInt? left, Tensor? lefts, "
+    "SymInt? right, Tensor? rights, SymInt keep_first, SymInt prefix, Tensor? prefixes, "
+    "Tensor? key_lengths, Tensor? query_lengths, Tensor? key_visible, "
+    "Tensor? query_ids, Tensor? key_ids, Tensor? query_positions, Tensor? key_positions, "
+    "Tensor? ranges, Tensor? dense, float scale, float? softcap, str[] stats, str backend"
+)
+_RESULTS = ", ".join(f"Tensor {name}" for name in ("out", *STATISTICS))
+_GRADIENTS = ", ".join(f"Tensor grad_{n}" for n in ("query", "key", "value", "bias", "slopes"))
+
+_library = torch.library.Library("multihead", "DEF")
+_library.define(f"attend({_SCHEMA}) -> ({_RESULTS})")
+_library.define(
+    "attend_backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_entropy, "
+    f"Tensor? grad_max_logit, {_SCHEMA}) "
+    f"-> ({_GRADIENTS}, Tensor grad_sinks)"
+)
+
+
+def run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and statistics of a described call, recorded for autograd where it asks for it."""
+    through_operator = _needs_operator(problem)
+    if backend == "reference":
+        return dispatch.choose(problem, backend).forward(problem)
+    if problem.needs_grad:
+        arguments = _flatten(problem, backend)
+        results = _Attend.apply(  # type: ignore[no-untyped-call]
+            *(_distinct(arguments) if through_operator else arguments)
+        )
+    elif through_operator:
+        results = torch.ops.multihead.attend(*_flatten(problem, backend))
+    else:
+        return dispatch.choose(problem, backend).forward(problem)
+    out, *statistics = results
+    named = dict(zip(STATISTICS, statistics, strict=True))
+    return out, {name: named[name] for name in problem.stats}
+
+
+def _needs_operator(problem: Problem) -> bool:
+    """Whether pointers must not be taken: while tracing, and for fake and meta tensors."""
+    query = problem.query
+    plain = type(query) in (Tensor, torch.nn.Parameter) and query.device.type != "meta"
+    return torch.compiler.is_compiling() or not plain
+
+
+def _distinct(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, a tensor that comes twice as a view of itself the second time.
+
+    torch.compile refuses an autograd.Function that is given one tensor twice.
+    """
+    seen: list[Any] = []
+    for argument in arguments:
+        twice = isinstance(argument, Tensor) and any(argument is other for other in seen)
+        seen.append(argument.view_as(argument) if twice else argument)
+    return tuple(seen)
+
+
+def _flatten(problem: Problem, backend: str) -> tuple[Any, ...]:
+    parts = problem.parts
+
+    def split(value: int | Tensor | None) -> tuple[Any, Tensor | None]:
+        if isinstance(value, Tensor):
+            return 0, value
+        return value, None
+
+    query, key, value, bias, slopes, sinks = problem.differentiated
+    return (
+        query, key, value, bias, slopes, sinks,
+        *split(parts.start),
+        parts.first if isinstance(parts.first, Tensor) else None,
+        *split(parts.left),
+        *split(parts.right),
+        parts.keep_first,
+        *split(parts.prefix),
+        parts.key_lengths, parts.query_lengths, parts.key_visible,
+        parts.query_ids, parts.key_ids, parts.query_positions, parts.key_positions,
+        parts.ranges, parts.dense,
+        problem.scale, problem.softcap, list(problem.stats), backend,
+    )  # fmt: skip
+
+
+def _unflatten(arguments: Sequence[Any]) -> tuple[Problem, str]:
+    (
+        query, key, value, bias, slopes, sinks,
+        start, starts, first, left, lefts, right, rights, keep_first, prefix, prefixes,
+        key_lengths, query_lengths, key_visible, query_ids, key_ids,
+        query_positions, key_positions, ranges, dense, scale, softcap, stats, backend,
+    ) = arguments  # fmt: skip
+    parts = MaskParts(
+        query_length=query.shape[2],
+        key_length=key.shape[2],
+        device=query.device,
+        start=start if starts is None else starts,
+        first=0 if first is None else first,
+        left=left if lefts is None else lefts,
+        right=right if rights is None else rights,
+        keep_first=keep_first,
+        prefix=prefix if prefixes is None else prefixes,
+        key_lengths=key_lengths,
+        query_lengths=query_lengths,
+        key_visible=key_visible,
+        query_ids=query_ids,
+        key_ids=key_ids,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        ranges=ranges,
+        dense=dense,
+    )
+    problem = Problem(
+        query=query,
+        key=key,
+        parts=parts,
+        bias=bias if slopes is None else ALiBi(slopes),
+        scale=scale,
+        softcap=softcap,
+        value=value,
+        sinks=sinks,
+        stats=tuple(stats),
+    )
+    return problem, backend
+
+
+def _attend(*arguments: Any) -> tuple[Tensor, ...]:
+    problem, backend = _unflatten(arguments)
+    out, stats = dispatch.choose(problem, backend).forward(problem)
+    return out, *(
+        stats[name] if name in stats else _absent(out, _dtype(problem, name)) for name in STATISTICS
+    )
+
+
+def _attend_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    problem, _ = _unflatten(arguments)
+    query = problem.query
+    shape_bhq = query.shape[:3]
+    return (
+        query.new_empty((*shape_bhq, problem.value_dim)),
+        *(
+            query.new_empty(
+                shape_bhq if name in problem.stats else (0,), dtype=_dtype(problem, name)
+            )
+            for name in STATISTICS
+        ),
+    )
+
+
+def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    grad_out, *given = arguments[:4]
+    problem, _ = _unflatten(arguments[4:])
+    query = problem.query
+    if grad_out is None:
+        grad_out = query.new_zeros((*query.shape[:3], problem.value_dim))
+    asked = [
+        grad if name in problem.stats else None
+        for name, grad in zip(DIFFERENTIABLE, given, strict=True)
+    ]
+    grads = chunked.backward(problem, chunked.Cotangents(grad_out, *asked))
+    return tuple(_absent(query) if grad is None else grad for grad in grads)
+
+
+def _attend_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    problem, _ = _unflatten(arguments[4:])
+    return tuple(
+        problem.query.new_empty(0)
+        if tensor is None
+        else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in problem.differentiated
+    )
+
+
+def _absent(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A result of size 0. It has memory of its own: null pointers would count as aliases."""
+    return like.new_empty(1, dtype=dtype)[:0]
+
+
+def _dtype(problem: Problem, name: str) -> torch.dtype:
+    return torch.int64 if name == "argmax" else problem.compute_dtype
+
+
+for _name, _implementation, _fake in (
+    ("attend", _attend, _attend_fake),
+    ("attend_backward", _attend_backward, _attend_backward_fake),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"multihead::{_name}", _fake, lib=_library)
+del _name, _implementation, _fake
+
+
+class _Attend(torch.autograd.Function):
+    """`multihead::attend` with its first derivative; arguments as in `_SCHEMA`."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling():
+            return tuple(torch.ops.multihead.attend(*arguments))
+        return _attend(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        named = dict(zip(("out", *STATISTICS), output, strict=True))
+        ctx.mark_non_differentiable(
+            *(x for n, x in named.items() if n != "out" and n not in DIFFERENTIABLE)
+        )
+        ctx.set_materialize_grads(False)
+        ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+        ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise BackendError(
+                "Second derivatives of attention are not implemented yet in this backend; "
+                'backend="reference" has them, in O(Lq Lk) memory.'
+            )
+        remaining = iter(ctx.saved_tensors)
+        arguments = [
+            next(remaining) if is_tensor else other
+            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        ]
+        named = dict(zip(("out", *STATISTICS), grads, strict=True))
+        given = [named[name] for name in ("out", *DIFFERENTIABLE)]
+        tracing = torch.compiler.is_compiling()
+        call = torch.ops.multihead.attend_backward if tracing else _attend_backward
+        results = call(*given, *arguments)
+        per_input = [
+            result if tensor is not None else None
+            for result, tensor in zip(results, arguments[:6], strict=True)
+        ]
+        return (*per_input, *(None for _ in arguments[6:]))

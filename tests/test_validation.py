@@ -1,0 +1,209 @@
+"""Bad input is refused before any work; the smallest and largest legal calls work."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import multihead as mh
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+QUERY, KEY = zeros(2, 4, 3, 8), zeros(2, 2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "words"),
+    [
+        (QUERY, KEY, zeros(2, 2, 6, 8), ["length", "5", "6"]),
+        (QUERY, zeros(2, 2, 6, 8), zeros(2, 2, 5, 8), ["length", "6", "5"]),
+        (zeros(2, 8, 3, 8), zeros(2, 3, 5, 8), zeros(2, 3, 5, 8), ["8 query heads", "3 KV heads"]),
+        (QUERY, KEY, zeros(2, 3, 5, 8), ["KV heads", "2", "3"]),
+        (QUERY, zeros(4, 2, 5, 8), zeros(4, 2, 5, 8), ["batch", "2", "4"]),
+        (QUERY, zeros(1, 2, 5, 8), zeros(1, 2, 5, 8), ["batch", "2", "1", "expand"]),
+        (QUERY, zeros(2, 2, 5, 16), KEY, ["width D", "8", "16"]),
+        (zeros(4, 3, 8), KEY, KEY, ["four dimensions", "unsqueeze"]),
+        (zeros(2, 4, 3, 0), zeros(2, 2, 5, 0), KEY, ["at least 1"]),
+    ],
+)
+def test_shapes_that_are_refused(
+    query: Tensor, key: Tensor, value: Tensor, words: list[str]
+) -> None:
+    for call in (mh.attention, mh.attention_with_stats, mh.explain):
+        with pytest.raises(mh.ArgumentError) as caught:
+            call(query, key, value)
+        for word in words:
+            assert word in str(caught.value)
+        assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"mask": zeros(3, 5)}, mh.DtypeError, "`bias=`"),
+        ({"mask": torch.ones(3, 5, dtype=torch.int64)}, mh.DtypeError, "mask.bool()"),
+        ({"mask": torch.ones(3, 5, dtype=torch.uint8)}, mh.DtypeError, "mask.bool()"),
+        ({"mask": "causal"}, mh.DtypeError, "Causal()"),
+        ({"mask": torch.ones(3, 6).bool()}, mh.MaskError, "[2, 4, 3, 5]"),
+        ({"mask": torch.ones(2, 3, 5).bool()}, mh.MaskError, "mask[:, None]"),
+        ({"mask": torch.ones(5).bool()}, mh.MaskError, "KeyPadding"),
+        ({"bias": zeros(2, 3, 5)}, mh.MaskError, "bias[None]"),
+        ({"bias": zeros(3, 6)}, mh.MaskError, "[2, 4, 3, 5]"),
+        ({"bias": torch.ones(3, 5).bool()}, mh.DtypeError, "`mask=`"),
+        ({"bias": mh.ALiBi(zeros(3))}, mh.ArgumentError, "(4,)"),
+        ({"scale": float("nan")}, mh.ArgumentError, "finite"),
+        ({"scale": "large"}, mh.ArgumentError, "finite"),
+        ({"softcap": 0.0}, mh.ArgumentError, "above 0"),
+        ({"softcap": -3.0}, mh.ArgumentError, "None means no cap"),
+        ({"sinks": zeros(2)}, mh.ArgumentError, "(4,)"),
+        ({"sinks": torch.ones(4, dtype=torch.int32)}, mh.DtypeError, "float tensor [H]"),
+        ({"dropout_p": 1.5}, mh.ArgumentError, "between 0 and 1"),
+        ({"dropout_p": 0.1}, mh.BackendError, "not implemented yet"),
+        ({"backend": "flash"}, mh.ArgumentError, "auto, native, chunked, reference"),
+    ],
+)
+def test_options_that_are_refused(
+    options: dict[str, object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        mh.attention(QUERY, KEY, KEY, **options)  # type: ignore[arg-type]
+
+
+def test_dtypes_and_devices_that_are_refused() -> None:
+    with pytest.raises(mh.DtypeError, match=r"key is float32, but query is bfloat16.*key\.to"):
+        mh.attention(QUERY.bfloat16(), KEY, KEY)
+    with pytest.raises(mh.DtypeError, match="must be float32"):
+        mh.attention(QUERY.long(), KEY.long(), KEY.long())
+    with pytest.raises(mh.DtypeError, match="got list"):
+        mh.attention([1.0], KEY, KEY)  # type: ignore[arg-type,type-var]
+    with pytest.raises(mh.DeviceError, match=r"key is on meta.*key\.to"):
+        mh.attention(QUERY, KEY.to("meta"), KEY)
+    with pytest.raises(mh.DeviceError, match="meta"):
+        mh.attention(QUERY, KEY, KEY, mask=torch.ones(3, 5, dtype=torch.bool, device="meta"))
+    with pytest.raises(mh.ArgumentError, match="lse, entropy"):
+        mh.attention_with_stats(QUERY, KEY, KEY, stats=("variance",))
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((0, 2, 3, 4), (0, 2, 5, 4)),
+        ((1, 2, 0, 4), (1, 2, 5, 4)),
+        ((1, 2, 3, 4), (1, 2, 0, 4)),
+        ((1, 1, 1, 1), (1, 1, 1, 1)),
+        ((1, 2, 7, 288), (1, 2, 11, 288)),
+        ((1, 0, 3, 4), (1, 0, 5, 4)),
+    ],
+)
+def test_smallest_legal_calls(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+    tensors = [torch.randn(query, requires_grad=True)]
+    tensors += [torch.randn(key, requires_grad=True) for _ in range(2)]
+    result = mh.attention_with_stats(*tensors, stats=mh.STATISTICS)
+    assert result.out.shape == query
+    assert all(statistic.shape == query[:3] for statistic in result.stats.values())
+    assert result.weights(slice(None), slice(None)).shape == (*query[:3], key[2])
+    result.out.sum().backward()
+    for tensor in tensors:
+        assert tensor.grad is not None
+        assert tensor.grad.shape == tensor.shape
+        assert bool(tensor.grad.isfinite().all())
+    if key[2] == 0:
+        assert bool((result.out == 0).all())
+        assert bool((result.lse == -torch.inf).all())
+
+
+def test_more_heads_than_a_grid_dimension() -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(70_000, 1, 10, 16, generator=draw) for _ in range(3))
+    out = mh.attention(query, key, value)
+    alone = mh.attention(query[-1:], key[-1:], value[-1:])
+    assert torch.equal(out[-1:], alone) or torch.allclose(out[-1:], alone, rtol=0, atol=1e-6)
+
+
+def test_masks_of_a_batch_as_large_as_the_heads() -> None:
+    """B = H = 3: a per-sample mask stays per sample, in any accepted spelling."""
+    draw = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(3, 3, 4, 5, generator=draw) for _ in range(3))
+    visible = torch.rand(3, 4, 4, generator=draw) < 0.5
+    batched = mh.attention(query, key, value, mask=visible[:, None])
+    for sample in range(3):
+        one = slice(sample, sample + 1)
+        alone = mh.attention(query[one], key[one], value[one], mask=visible[sample])
+        torch.testing.assert_close(batched[one], alone, rtol=0, atol=1e-6)
+
+
+def test_meaning_of_mask_dtypes() -> None:
+    """Bool hides, float adds, and neither is guessed from values."""
+    draw = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(1, 1, 3, 4, generator=draw) for _ in range(3))
+    eye = torch.eye(3)
+    assert torch.allclose(mh.attention(query, key, value, mask=eye.bool()), value, atol=1e-6)
+    hiding = torch.where(eye.bool(), 0.0, -torch.inf)
+    assert torch.allclose(mh.attention(query, key, value, bias=hiding), value, atol=1e-6)
+    added = mh.attention(query, key, value, bias=eye)
+    expected = ((query @ key.mT) / 2 + eye).softmax(-1) @ value
+    assert torch.allclose(added, expected, atol=1e-6)
+    least = torch.where(eye.bool(), 0.0, torch.finfo(torch.float32).min)
+    half = mh.attention(query.half(), key.half(), value.half(), bias=least)
+    assert bool(half.isfinite().all())
+    assert torch.allclose(half.float(), value, atol=1e-2)
+
+
+def test_half_precision_does_not_overflow() -> None:
+    query = torch.full((1, 1, 4, 64), 256.0, dtype=torch.float16)
+    key = query.clone()
+    key[0, 0, 2] = 255
+    value = torch.randn(1, 1, 4, 64, generator=torch.Generator().manual_seed(0)).half()
+    expected = mh.attention(query.double(), key.double(), value.double(), backend="reference")
+    out = mh.attention(query, key, value)
+    assert bool(out.isfinite().all())
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=1e-3)
+
+
+def test_autocast_casts_query_key_and_value_first() -> None:
+    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mh.attention(query, key, key)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, mh.attention(query.bfloat16(), key, key))
+
+
+def test_numpy_in_numpy_out() -> None:
+    draw = np.random.default_rng(0)
+    query, key, value = (draw.standard_normal((1, 2, n, 4)).astype("f4") for n in (3, 5, 5))
+    out = mh.attention(query, key, value, mask=np.tril(np.ones((3, 5), dtype=bool), 2))
+    assert isinstance(out, np.ndarray)
+    tensors = [torch.from_numpy(x) for x in (query, key, value)]
+    assert np.array_equal(out, mh.attention(*tensors, mask=mh.Causal()).numpy())
+    result = mh.attention_with_stats(query, key, value, mask=mh.Causal())
+    assert isinstance(result.entropy, np.ndarray)
+    assert isinstance(result.weights([0], slice(None)), np.ndarray)
+
+
+def test_explain_counts_and_gives_reasons() -> None:
+    query, key = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
+    value = torch.randn(1, 2, 16, 16)
+    found = mh.explain(query, key, value, mask=mh.Causal(), backend="chunked")
+    assert found.backend == "chunked"
+    assert found.cost.flops == 2 * 4 * 136 * (8 + 16)
+    assert found.reasons["reference"] == ()
+    assert "served by: chunked" in str(found)
+    double = mh.explain(query.double(), key.double(), value.double(), backend="native")
+    assert double.backend is None
+    assert double.reasons["native"]
+    with pytest.raises(mh.BackendError, match="native"):
+        mh.attention(query.double(), key.double(), value.double(), backend="native")
+
+
+def test_a_result_names_what_was_not_asked_for() -> None:
+    result = mh.attention_with_stats(QUERY, KEY, KEY, stats=("lse",))
+    with pytest.raises(AttributeError, match="'entropy' was not asked for"):
+        _ = result.entropy
+    assert list(result.stats) == ["lse"]
