@@ -1,0 +1,5 @@
+"""Layers."""
+
+from .multi_head import MultiHeadAttention
+
+__all__ = ["MultiHeadAttention"]
