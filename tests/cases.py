@@ -45,7 +45,7 @@ class Case:
     mask: Mask | None = None
     bias: tuple[int, int, int, int] | str | None = None
     softcap: float | None = None
-    sinks: bool = False
+    sinks: float | None = None
     scale: float | None = None
     layout: str = "contiguous"
 
@@ -85,7 +85,7 @@ class Case:
             "mask": self.mask,
             "bias": bias,
             "softcap": self.softcap,
-            "sinks": normal((self.heads,)) if self.sinks else None,
+            "sinks": None if self.sinks is None else self.sinks * normal((self.heads,)),
             "scale": self.scale,
         }
 
@@ -165,13 +165,14 @@ CASES = [
     Case("bias that hides", bias="hiding", mask=Causal()),
     Case("alibi", bias="alibi", mask=Causal()),
     Case("softcap", softcap=1.7, mask=Causal()),
-    Case("sinks", sinks=True, mask=Causal()),
-    Case("sinks on empty rows", sinks=True, mask=Dense(_holes(2, 1, 7, 1))),
+    Case("sinks", sinks=1.0, mask=Causal()),
+    Case("sinks above every key", sinks=300.0, mask=Causal()),
+    Case("sinks on empty rows", sinks=1.0, mask=Dense(_holes(2, 1, 7, 1))),
     Case(
         "all together",
         bias=(2, 1, 7, 11),
         softcap=2.3,
-        sinks=True,
+        sinks=1.0,
         scale=0.7,
         mask=Window(4, 1, keep_first=1) & KeyPadding(_INNER_PADDED.bool()),
     ),
@@ -180,7 +181,7 @@ CASES = [
     Case("large logits", scale=40.0, mask=Causal()),
     Case("grouped", heads=6, kv_heads=2, mask=Causal()),
     Case("multi-query", heads=5, kv_heads=1, mask=SlidingWindow(4)),
-    Case("grouped with bias", heads=6, kv_heads=3, bias=(1, 6, 1, 11), sinks=True),
+    Case("grouped with bias", heads=6, kv_heads=3, bias=(1, 6, 1, 11), sinks=1.0),
     Case("wide values", value_dim=17, mask=Causal()),
     Case("narrow values", head_dim=17, value_dim=2, mask=Causal()),
     Case("width one", head_dim=1, value_dim=1),
@@ -196,5 +197,5 @@ CASES = [
     Case("no queries", query_length=0),
     Case("no keys", key_length=0),
     Case("no batch", batch=0, mask=Causal()),
-    Case("no keys but sinks", key_length=0, sinks=True),
+    Case("no keys but sinks", key_length=0, sinks=1.0),
 ]  # fmt: skip

@@ -8,56 +8,16 @@ from torch import Tensor
 
 import multihead as mh
 from cases import CASES, Case
-from close import assert_close, float64_baseline
+from checks import check_gradients
 
 DIFFERENTIABLE = ("lse", "entropy", "max_logit")
-
-
-def gradients(
-    case: Case, dtype: torch.dtype, backend: str, stats: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Gradients of one scalar that weighs the output and `stats` by fixed random numbers."""
-    query, key, value = (x.detach().clone().requires_grad_() for x in case.tensors(dtype))
-    options = case.options(dtype)
-    leaves = {"query": query, "key": key, "value": value}
-    bias = options["bias"]
-    if isinstance(bias, mh.ALiBi):
-        leaves["slopes"] = bias.slopes.requires_grad_()
-    elif isinstance(bias, Tensor):
-        leaves["bias"] = bias.requires_grad_()
-    if isinstance(options["sinks"], Tensor):
-        leaves["sinks"] = options["sinks"].requires_grad_()
-    result = mh.attention_with_stats(
-        query, key, value, stats=DIFFERENTIABLE, backend=backend, **options
-    )
-    draw = torch.Generator().manual_seed(11)
-    loss = torch.zeros((), dtype=torch.float64)
-    for name in ("out", *stats):
-        tensor = result.out if name == "out" else result.stats[name]
-        weight = torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
-        # An empty row's lse and max_logit are -inf whatever the inputs are.
-        loss = loss + (tensor.double().masked_fill(tensor.isinf(), 0) * weight).sum()
-    found = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
 
 
 @pytest.mark.parametrize("stats", [(), DIFFERENTIABLE], ids=["out", "out and statistics"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients(case: Case, dtype: torch.dtype, stats: tuple[str, ...]) -> None:
-    expected = gradients(case, torch.float64, "reference", stats)
-    plain = gradients(case, torch.float32 if dtype == torch.float64 else dtype, "reference", stats)
-    actual = gradients(case, dtype, "auto", stats)
-    assert actual.keys() == expected.keys()
-    for name, grad in actual.items():
-        assert grad.dtype == dtype
-        baseline = plain[name]
-        if dtype == torch.float64:
-            baseline = float64_baseline(expected[name], baseline)
-        assert_close(grad, expected[name], baseline, factor=3.0, what=f"gradient of {name}")
+    check_gradients(case, dtype, "auto", stats)
 
 
 def test_bias_gradient_has_the_shape_of_the_bias() -> None:

@@ -88,5 +88,7 @@ del _name
 def __getattr__(name: str) -> Any:
     """Load what stands above the layers only when it is used."""
     if name == "watch":
-        return import_module(".heads.watch", __name__).watch
+        watch = import_module(".heads.watch", __name__).watch
+        watch.__module__ = __name__
+        return watch
     raise AttributeError(f"module 'multihead' has no attribute {name!r}")

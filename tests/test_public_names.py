@@ -1,0 +1,43 @@
+"""The public face: which names there are, and how they present themselves."""
+
+from __future__ import annotations
+
+import inspect
+
+import multihead as mh
+
+NAMES = """
+    STATISTICS ALiBi ArgumentError AttentionResult BackendError Causal Dense DeviceError Documents
+    DtypeError Explanation InputError KeyLengths KeyPadding Mask MaskError MissingExtraError
+    ModelError MultiHeadAttention MultiheadError Positions PrefixCausal QueryStart SlidingWindow
+    Window attention attention_map attention_weights attention_with_stats explain
+    received_attention watch
+"""
+
+
+def test_names() -> None:
+    assert sorted(mh.__all__) == sorted(NAMES.split())
+    assert all(hasattr(mh, name) for name in mh.__all__)
+
+
+def test_each_name_is_documented_and_says_multihead() -> None:
+    for name in mh.__all__:
+        thing = getattr(mh, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert inspect.getdoc(thing), name
+            assert thing.__module__ == "multihead", name
+
+
+def test_errors_are_also_what_python_would_raise() -> None:
+    kinds = {
+        mh.ArgumentError: ValueError,
+        mh.DtypeError: TypeError,
+        mh.DeviceError: ValueError,
+        mh.MaskError: ValueError,
+        mh.BackendError: RuntimeError,
+        mh.MissingExtraError: ImportError,
+        mh.ModelError: RuntimeError,
+        mh.InputError: ValueError,
+    }
+    assert set(kinds) == set(mh.MultiheadError.__subclasses__())
+    assert all(issubclass(ours, builtin) for ours, builtin in kinds.items())
