@@ -1,0 +1,188 @@
+"""From transformers' mask functions to masks: the rules, never an Lq x Lk tensor of them.
+
+transformers describes a mask by a function of (batch, head, query position, key position), built
+from a few known ones by closures and `and_masks`. The known ones become rules; any other function
+is evaluated in full, so that none is ever ignored. So are closures under torch.compile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import Causal, Dense, Documents, KeyPadding, Mask, QueryStart, Window
+from .extras import import_extra
+
+MaskFunction = Callable[..., Any]
+
+_hf = import_extra("transformers.masking_utils")
+
+
+def _code(function: MaskFunction) -> Any:
+    """What all closures of one origin share."""
+    return getattr(function, "__code__", None)
+
+
+_NOTHING = torch.zeros(1, 1, dtype=torch.long)
+_WINDOW = _code(_hf.sliding_window_overlay(1))
+_TWO_SIDED_WINDOW = _code(_hf.sliding_window_bidirectional_overlay(1))
+_BOTH = _code(_hf.and_masks(_hf.causal_mask_function))
+_PACKED = _code(_hf.packed_sequence_mask_function(_NOTHING))
+_REMAPPED = (  # transformers 5.4 leaves packed positions as they are
+    _code(_hf.remap_positions_for_packed_sequence(_hf.causal_mask_function, _NOTHING))
+    if hasattr(_hf, "remap_positions_for_packed_sequence")
+    else object()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedMask:
+    """A mask on its way through a transformers model, from the mask to the attention function.
+
+    Models look at the shape of what they carry: four dimensions mean that it is ready for use.
+    """
+
+    mask: Mask
+    shape: tuple[int, int, int, int]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions, which tells transformers that this is not a padding mask."""
+        return len(self.shape)
+
+
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: MaskFunction = _hf.causal_mask_function,
+    attention_mask: Tensor | PreparedMask | None = None,
+    *,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> PreparedMask:
+    """The mask function that transformers calls; its arguments are those of `sdpa_mask`.
+
+    `attention_mask` is the padding mask [B, tokens so far], True = a real token, or an earlier
+    result of this function, which is final. Row i stands at position `q_offset + i`, column j at
+    `kv_offset + j`.
+    """
+    if isinstance(attention_mask, PreparedMask):
+        return attention_mask
+    start = _whole(q_offset, batch_size) - _whole(kv_offset, batch_size)
+    rules: list[Mask] = [QueryStart(start)]
+    recognized = _recognize(mask_function)
+    if recognized is None:
+        visible = _hf.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        rules.append(Dense(visible))
+    else:
+        rules.extend(recognized)
+    if attention_mask is not None:
+        padding = _padding(attention_mask, kv_length, kv_offset)
+        if padding is not None:
+            rules.append(KeyPadding(padding))
+    mask = functools.reduce(Mask.__and__, rules)
+    return PreparedMask(mask, (batch_size, 1, q_length, kv_length))
+
+
+def _recognize(function: MaskFunction) -> tuple[Mask, ...] | None:
+    """The rules whose intersection `function` is; None if it holds something unknown."""
+    if function is _hf.causal_mask_function:
+        return (Causal(),)
+    if function is _hf.bidirectional_mask_function:
+        return ()
+    if torch.compiler.is_compiling():
+        return None  # the compiler shows no function's closure
+    code, inside = _code(function), _closure(function)
+    if code is _WINDOW:
+        return (Window(inside["sliding_window"] - 1, None),)
+    if code is _TWO_SIDED_WINDOW:
+        return (Window(inside["sliding_window"], inside["sliding_window"]),)
+    if code is _PACKED:
+        return (Documents(inside["packed_sequence_mask"]),)
+    if code is _BOTH:
+        return _recognize_all(inside["mask_functions"])
+    return None
+
+
+def _recognize_all(functions: tuple[MaskFunction, ...]) -> tuple[Mask, ...] | None:
+    documents = [
+        _closure(function)["packed_sequence_mask"]
+        for function in functions
+        if _code(function) is _PACKED
+    ]
+    rules: list[Mask] = []
+    for function in functions:
+        if _code(function) is _REMAPPED:
+            recognized = _recognize_remapped(_closure(function), documents)
+        else:
+            recognized = _recognize(function)
+        if recognized is None:
+            return None
+        rules.extend(recognized)
+    return tuple(rules)
+
+
+def _recognize_remapped(
+    inside: Mapping[str, Any], documents: list[Tensor]
+) -> tuple[Mask, ...] | None:
+    """A function of restarting positions, as one of columns.
+
+    Within a document the two differ by a constant, so rules on their difference read the same; the
+    documents themselves must be among the functions joined to this one.
+    """
+    positions = inside["position_ids"]
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    restarts = (steps != 1).cumsum(-1)
+    if not any(torch.equal(restarts, ids) for ids in documents):
+        return None
+    rules = _recognize(inside["mask_function"])
+    if rules is None or not all(isinstance(rule, Causal | Window) for rule in rules):
+        return None
+    return rules
+
+
+def _closure(function: MaskFunction) -> dict[str, Any]:
+    cells = getattr(function, "__closure__", None) or ()
+    names = getattr(_code(function), "co_freevars", ())
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _padding(padding: Tensor, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
+    """The padding mask of this call's columns, [B, kv_length]; None if it hides none of them.
+
+    Columns that no token has reached yet, in a cache of fixed size, count as padding.
+    """
+    columns = torch.arange(kv_length, device=padding.device) + kv_offset
+    reached = columns < padding.shape[-1]
+    visible = padding.bool()[:, columns.clamp(max=padding.shape[-1] - 1)] & reached
+    if visible.device.type == "cpu" and not torch.compiler.is_compiling() and visible.all():
+        return None
+    return visible
+
+
+def _whole(offset: int | Tensor, batch: int) -> int | Tensor:
+    """An offset as an int; per sample where reading it would wait or break a graph."""
+    if not isinstance(offset, Tensor):
+        return offset
+    if offset.device.type == "cpu" and not torch.compiler.is_compiling():
+        return int(offset)
+    return offset.reshape(-1)[:1].expand(batch)

@@ -1,0 +1,134 @@
+"""Hugging Face families: our logits against eager's, prefill and decoding, with every padding."""
+
+import pytest
+import torch
+
+from close import assert_close
+from families import DECODERS, build, output, padded, trio
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+LENGTHS = (5, 13, 11)
+PADDINGS = ("none", "all_ones", "left", "right")
+
+
+def _logits(model, **inputs):
+    return output(model, **inputs)[0]
+
+
+def _inputs(padding, lengths=LENGTHS):
+    if padding == "none":
+        ids, mask = padded((max(lengths),) * len(lengths), "right")
+        return {"input_ids": ids}, mask.bool()
+    if padding == "all_ones":
+        ids, mask = padded((max(lengths),) * len(lengths), "right")
+    else:
+        ids, mask = padded(lengths, padding)
+    return {"input_ids": ids, "attention_mask": mask}, mask.bool()
+
+
+@pytest.fixture(scope="module")
+def models():
+    built = {}
+
+    def get(family):
+        if family not in built:
+            built[family] = trio(family)
+        return built[family]
+
+    return get
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", [*DECODERS, "bert"])
+def test_prefill(models, family, padding):
+    inputs, real = _inputs(padding)
+    outputs = [_logits(model, **inputs)[real] for model in models(family)]
+    assert_close(outputs[0], outputs[2], outputs[1])
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_encoder_and_decoder(models, family, padding):
+    inputs, _ = _inputs(padding)
+    decoder_ids, decoder_mask = padded((7, 3, 6), "right", seed=5)
+    inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": decoder_mask}
+    real = decoder_mask.bool()
+    outputs = [_logits(model, **inputs)[real] for model in models(family)]
+    assert_close(outputs[0], outputs[2], outputs[1])
+
+
+def _decode(model, cache, inputs, steps):
+    """Logits of a prefill and then of `steps`, each a number of tokens."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    generator = torch.Generator().manual_seed(11)
+    collected = []
+    for size in (ids.shape[1], *steps):
+        if collected:
+            ids = torch.randint(3, 101, (ids.shape[0], size), generator=generator)
+            if mask is not None:
+                mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
+        logits = _logits(model, input_ids=ids, attention_mask=mask, cache=cache)
+        collected.append(logits)
+    return collected
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoding_continues_prefill(models, family, padding, kind):
+    from transformers import DynamicCache, StaticCache
+
+    inputs, real = _inputs(padding)
+    steps = (1, 1, 3, 1)
+    outputs = []
+    for model in models(family):
+        if kind == "dynamic":
+            cache = DynamicCache(config=model.config)
+        else:
+            cache = StaticCache(config=model.config, max_cache_len=23)
+        outputs.append(_decode(model, cache, inputs, steps))
+    for step, (actual, baseline, expected) in enumerate(zip(*outputs, strict=True)):
+        rows = real if step == 0 else torch.ones_like(actual[..., 0], dtype=torch.bool)
+        assert_close(actual[rows], expected[rows], baseline[rows], what=f"step {step}")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"]
+)
+@pytest.mark.parametrize("family", [*DECODERS, "bart", "t5"])
+def test_greedy_generation_equals_eager(models, family, options):
+    if options and family in ("bart", "t5"):
+        pytest.skip("transformers offers static generation for decoders")
+    ours, _, _ = models(family)
+    inputs, _ = _inputs("left")
+    settings = dict(max_new_tokens=9, do_sample=False, disable_compile=True, pad_token_id=0)
+    eager = build(family)
+    assert torch.equal(
+        ours.generate(**inputs, **settings, **options),
+        eager.generate(**inputs, **settings, **options),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_padded_row_equals_the_prompt_alone(models, family):
+    ours, _, expected = models(family)
+    ids, mask = padded((3, 5), "left")
+    for total in (5, 9):
+        extra = total - 5
+        wide_ids = torch.nn.functional.pad(ids, (extra, 0), value=17)
+        wide_mask = torch.nn.functional.pad(mask, (extra, 0))
+        positions = (wide_mask.cumsum(-1) - 1).clamp(min=0)
+        inputs = {"attention_mask": wide_mask, "position_ids": positions}
+        together = _logits(ours, input_ids=wide_ids, **inputs)
+        other_pad = torch.where(wide_mask.bool(), wide_ids, 42)
+        moved = _logits(ours, input_ids=other_pad, **inputs)
+        for row, length in enumerate((3, 5)):
+            assert torch.equal(together[row, -length:], moved[row, -length:])
+            alone = ids[row : row + 1, -length:]
+            assert_close(
+                together[row, -length:],
+                _logits(expected, input_ids=alone)[0],
+                _logits(ours, input_ids=alone)[0],
+                factor=4,
+            )
