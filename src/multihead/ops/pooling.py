@@ -26,7 +26,7 @@ def bin_edges(length: int, bins: int) -> list[int]:
 class Bins:
     """Sums, means and maxima of a last axis of `length` places over at most `bins` bins."""
 
-    def __init__(self, length: int, bins: int, device: torch.device) -> None:
+    def __init__(self, length: int, bins: int, device: torch.device | str = "cpu") -> None:
         edges = torch.tensor(bin_edges(length, bins), device=device)
         self.count = len(edges) - 1
         self.sizes = edges.diff()

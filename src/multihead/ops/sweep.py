@@ -2,14 +2,14 @@
 
 `sweep` goes through the query rows once and hands out, for each bin of rows, what every key got
 from them. Maps, what a key receives and the strips of single keys are all made from these sums,
-so that one pass feeds them all. Blocks of keys that the mask hides from a bin are never formed.
+so that one pass feeds them all. Keys that the mask hides from all rows of a block are left out.
 
-Shape suffixes: b batch, h head, q query row, k key column.
+Shape suffixes: b batch, h head, r row bin, q query row, k key column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,24 +18,24 @@ from torch import Tensor
 from .problem import ALiBi, Logits
 from .scores import bias_rectangle, distances, grouped_matmul
 
-# Weights formed at a time. 512k float32 are 2 MiB: the block stays in a core's cache between the
-# product, the exponential and the sums, and is large enough to hide what a torch call costs.
-BLOCK_ELEMENTS = 1 << 19
+# Weights formed at a time: 1M float32 are 4 MiB. Blocks four times smaller fit a core's cache and
+# are no faster on a quiet machine, but wait four times as often for threads on a busy one.
+BLOCK_ELEMENTS = 1 << 20
 BLOCK_ROWS = 256
-_BLOCK_COLUMNS = 1024
+_BLOCK_COLUMNS = 2048
+_BUFFER_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class RowBin:
-    """What the keys got from one bin of query rows.
+class RowBins:
+    """What the keys got from some bins of query rows, those numbered `bins`.
 
-    `sums` and `peaks` are [B, H, Lk], the sum and the largest of the weights, 0 where a key is
-    hidden from all of the rows; `peaks` is None unless asked for. `viewers` counts the rows that
-    see each key, [B|1, H|1, Lk]; `live` the rows that see any key, [B|1, H|1]. The tensors are
-    written again for the next bin: use or copy them before going on.
+    `sums` and `peaks` are [B, H, bins, Lk], the sum and the largest of the weights, 0 where a key
+    is hidden from all of a bin's rows; `peaks` is None unless asked for. `viewers` counts the rows
+    that see each key, [B|1, H|1, bins, Lk]; `live` those that see any key, [B|1, H|1, bins].
     """
 
-    rows: slice
+    bins: slice
     sums: Tensor
     peaks: Tensor | None
     viewers: Tensor
@@ -43,47 +43,46 @@ class RowBin:
 
 
 def sweep(
-    call: Logits, lse_bhq: Tensor, edges: Sequence[int], *, peaks: bool = False
-) -> Iterator[RowBin]:
-    """Sum the exact softmax weights over each bin of query rows, `edges[i]` to `edges[i + 1]`.
+    call: Logits, lse: Tensor, edges: Sequence[int], *, peaks: bool = False
+) -> Iterator[RowBins]:
+    """Sum the exact softmax weights over bins of query rows, `edges[i]` to `edges[i + 1]`.
 
-    `lse_bhq` is the log-sum-exp of the forward pass, sinks included. Time is that of the visible
-    pairs; memory is one block of weights and a few [B, H, Lk].
+    `lse` [B, H, Lq] is the log-sum-exp of the forward pass, sinks included. Time is that of the
+    visible pairs; memory is one block of weights and a few [B, H, Lk].
     """
-    lse_bhq = finite_where_empty(lse_bhq.detach().to(call.compute_dtype))
-    device = call.query.device
-    shape = (call.batch, call.heads, call.key_length)
-    sums_bhk = torch.empty(shape, dtype=call.compute_dtype, device=device)
-    peaks_bhk = torch.empty_like(sums_bhk) if peaks else None
+    lse_bhq = finite_where_empty(lse.detach().to(call.compute_dtype))
     mask_bh = mask_shape(call)
-    viewers_bhk = torch.empty((*mask_bh, call.key_length), dtype=torch.long, device=device)
-    for begin, stop in zip(edges[:-1], edges[1:], strict=True):
-        sums_bhk.zero_()
-        viewers_bhk.zero_()
-        if peaks_bhk is not None:
-            peaks_bhk.zero_()
-        live_bh = torch.zeros(mask_bh, dtype=torch.long, device=device)
-        for rows in row_blocks(begin, stop):
+    for bins in _bins_together(call, edges):
+        sizes = [edges[i + 1] - edges[i] for i in range(bins.start, bins.stop)]
+        shape_bhrk = (call.batch, call.heads, len(sizes), call.key_length)
+        sums = torch.zeros(shape_bhrk, dtype=call.compute_dtype, device=call.query.device)
+        highest = torch.zeros_like(sums) if peaks else None
+        viewers = sums.new_zeros((*mask_bh, *shape_bhrk[2:]), dtype=torch.long)
+        live = sums.new_zeros((*mask_bh, len(sizes)), dtype=torch.long)
+        for rows in row_blocks(edges[bins.start], edges[bins.stop]):
             height = rows.stop - rows.start
-            seen_bhq = torch.zeros((*mask_bh, height), dtype=torch.bool, device=device)
+            block_sizes = sizes if len(sizes) > 1 else [height]
+            seen = viewers.new_zeros((*mask_bh, height, 1), dtype=torch.bool)
             for columns, visible in visible_blocks(call, rows):
+                hidden = None
                 if visible is None:
-                    seen_bhq.fill_(True)
-                    viewers_bhk[..., columns] += height
+                    seen.fill_(True)
+                    viewers[..., columns] += viewers.new_tensor(block_sizes)[:, None]
                 else:
-                    seen_bhq |= visible.any(-1)
-                    viewers_bhk[..., columns] += visible.sum(-2)
+                    hidden = visible.logical_not()
+                    seen |= visible.any(-1, keepdim=True)
+                    viewers[..., columns] += _by_bin(visible, block_sizes, torch.sum)
                 for sample, heads in _head_blocks(call, rows, columns):
                     weights = _logits(call, sample, heads, rows, columns)
                     weights.sub_(lse_bhq[sample, heads, rows, None]).exp_()
-                    if visible is not None:
-                        weights.masked_fill_(~_part(visible, sample, heads), 0.0)
-                    sums_bhk[sample, heads, columns] += weights.sum(-2)
-                    if peaks_bhk is not None:
-                        highest = peaks_bhk[sample, heads, columns]
-                        highest.copy_(torch.maximum(highest, weights.amax(-2)))
-            live_bh += seen_bhq.sum(-1)
-        yield RowBin(slice(begin, stop), sums_bhk, peaks_bhk, viewers_bhk, live_bh)
+                    if hidden is not None:
+                        weights.masked_fill_(_part(hidden, sample, heads), 0.0)
+                    sums[sample, heads, :, columns] += _by_bin(weights, block_sizes, torch.sum)
+                    if highest is not None:
+                        known = highest[sample, heads, :, columns]
+                        known.copy_(known.maximum(_by_bin(weights, block_sizes, torch.amax)))
+            live += _by_bin(seen, block_sizes, torch.sum)[..., 0]
+        yield RowBins(bins, sums, highest, viewers, live)
 
 
 def visible_blocks(call: Logits, rows: slice) -> Iterator[tuple[slice, Tensor | None]]:
@@ -93,19 +92,20 @@ def visible_blocks(call: Logits, rows: slice) -> Iterator[tuple[slice, Tensor | 
     """
     begin, end = call.parts.key_bounds(rows)
     whole_begin, whole_end = _seen_by_all(call, rows)
-    for column in range(begin, end, _BLOCK_COLUMNS):
-        columns = slice(column, min(column + _BLOCK_COLUMNS, end))
-        visible = None
-        if columns.start < whole_begin or columns.stop > whole_end:
-            visible = call.parts.visible(rows, columns)
-        if isinstance(call.bias, Tensor):
-            hidden = bias_rectangle(call.bias.detach(), rows, columns) == -torch.inf
-            if hidden.any():
-                shown = hidden.logical_not().expand(
-                    -1, -1, rows.stop - rows.start, columns.stop - columns.start
-                )
-                visible = shown if visible is None else visible & shown
-        yield columns, visible
+    borders = sorted({begin, end, *(x for x in (whole_begin, whole_end) if begin < x < end)})
+    for left, right in zip(borders[:-1], borders[1:], strict=True):
+        for column in range(left, right, _BLOCK_COLUMNS):
+            columns = slice(column, min(column + _BLOCK_COLUMNS, right))
+            visible = None
+            if columns.start < whole_begin or columns.stop > whole_end:
+                visible = call.parts.visible(rows, columns)
+            if isinstance(call.bias, Tensor):
+                hidden = bias_rectangle(call.bias.detach(), rows, columns) == -torch.inf
+                if hidden.any():
+                    shape_qk = (rows.stop - rows.start, columns.stop - columns.start)
+                    shown = hidden.logical_not().expand(-1, -1, *shape_qk)
+                    visible = shown if visible is None else visible & shown
+            yield columns, visible
 
 
 def visible_keys(call: Logits) -> Tensor:
@@ -161,6 +161,30 @@ def _seen_by_all(call: Logits, rows: slice) -> tuple[int, int]:
             begin_bhq, end_bhq = intervals[0]
             return int(begin_bhq.max()), int(end_bhq.min())
     return 0, 0
+
+
+def _bins_together(call: Logits, edges: Sequence[int]) -> Iterator[slice]:
+    """Bins whose rows are swept as one block: as many as its rows and the buffers allow."""
+    per_bin = max(1, call.batch * call.heads * call.key_length)
+    most = max(1, _BUFFER_ELEMENTS // per_bin)
+    begin, count = 0, len(edges) - 1
+    while begin < count:
+        stop = begin + 1
+        while (
+            stop < count
+            and stop - begin < most
+            and edges[stop + 1] - edges[begin] <= BLOCK_ROWS
+        ):
+            stop += 1
+        yield slice(begin, stop)
+        begin = stop
+
+
+def _by_bin(values: Tensor, sizes: list[int], reduce: Callable[..., Tensor]) -> Tensor:
+    """Reduce [..., q, k] to [..., bins, k]; the bins' sizes add up to q."""
+    if len(set(sizes)) == 1:
+        return reduce(values.unflatten(-2, (len(sizes), sizes[0])), dim=-2)
+    return torch.stack([reduce(part, dim=-2) for part in values.split(sizes, dim=-2)], dim=-2)
 
 
 def _head_blocks(call: Logits, rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:

@@ -103,13 +103,13 @@ def attention_map(
     column_bins = Bins(call.key_length, bins, query.device)
     shape = (call.batch, call.heads, len(row_edges) - 1, column_bins.count)
     cells_bhrc = torch.empty(shape, dtype=call.compute_dtype, device=query.device)
-    for row, part in enumerate(sweep(call, lse, row_edges, peaks=pool == "peak")):
+    for part in sweep(call, lse, row_edges, peaks=pool == "peak"):
         if part.peaks is not None:
-            cells_bhc = column_bins.max(part.peaks)
+            cells = column_bins.max(part.peaks)
         else:
-            cells_bhc = column_bins.sum(part.sums) / part.live[..., None]
-        hidden_bhc = column_bins.sum((part.viewers > 0).to(cells_bhc.dtype)) == 0
-        cells_bhrc[:, :, row] = cells_bhc.masked_fill(hidden_bhc, torch.nan)
+            cells = column_bins.sum(part.sums) / part.live[..., None]
+        hidden = column_bins.max(part.viewers) == 0
+        cells_bhrc[:, :, part.bins] = cells.masked_fill(hidden, torch.nan)
     return lift(cells_bhrc, uniform_mass(call, bins)) if pool == "lift" else cells_bhrc
 
 
@@ -136,8 +136,8 @@ def received_attention(
     received = torch.zeros(shape, dtype=call.compute_dtype, device=query.device)
     viewers = torch.zeros((*mask_shape(call), shape[2]), dtype=torch.long, device=query.device)
     for part in sweep(call, lse, bin_edges(call.query_length, -(-call.query_length // BLOCK_ROWS))):
-        received += part.sums
-        viewers += part.viewers
+        received += part.sums.sum(-2)
+        viewers += part.viewers.sum(-2)
     return received, received / viewers
 
 
