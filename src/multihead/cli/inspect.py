@@ -1,0 +1,138 @@
+"""`multihead inspect`: one model, one text, every head."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multihead.cli.output import print_json, print_note, stdout_console
+from multihead.cli.progress import progress
+from multihead.cli.statistics import StatisticName
+from multihead.errors import InputError
+
+if TYPE_CHECKING:
+    from multihead.heads.inspection import Inspection
+
+# Loading's share of the bar; the layers have the rest.
+_LOADING = 0.15
+
+
+def run(
+    model: str,
+    *,
+    text: Path | None,
+    prompt: str | None,
+    token: str | None,
+    head: str | None,
+    max_tokens: int,
+    sort: StatisticName,
+    dtype: str,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    """Inspect `model` and print the result; with `report`, also write the page.
+
+    Raises:
+        InputError: an option, a text, a token, a head or a path that cannot be used.
+        ModelError: a model that is not here or cannot be inspected.
+        MissingExtraError: transformers or gguf is not installed.
+    """
+    if text is not None and prompt is not None:
+        raise InputError("--text and --prompt both give the text to read. Leave out one of them.")
+    place = None if head is None else parse_head(head)
+    if report is not None:
+        check_writable(report)
+    inspection = _inspect(
+        model,
+        text=text if prompt is None else prompt,
+        token=token,
+        place=place,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        maps=report is not None,
+    )
+    if report is not None:
+        from multihead.report import render
+
+        render(inspection, report)
+    if as_json:
+        print_json(inspection.to_json())
+    else:
+        from multihead.cli.terminal import print_inspection
+
+        print_inspection(stdout_console(), inspection, sort=sort, head=place)
+    if report is not None:
+        print_note(f"Report: {report}", aside=as_json)
+
+
+def _inspect(
+    name: str,
+    *,
+    text: Path | str | None,
+    token: str | None,
+    place: tuple[int, int] | None,
+    max_tokens: int,
+    dtype: str,
+    maps: bool,
+) -> Inspection:
+    with progress() as advance:
+        import torch
+
+        from multihead.heads.inspection import inspect_model
+        from multihead.integrations import load
+
+        advance(f"loading {name}", 0.0)
+        loaded = load(name, dtype=getattr(torch, dtype))
+        if place is not None:
+            check_head(place, loaded.model.config)
+
+        def layer_done(done: int, layers: int) -> None:
+            share = _LOADING + (1 - _LOADING) * done / layers
+            advance(f"layer {done} of {layers}", share)
+
+        advance("reading the text", _LOADING)
+        return inspect_model(
+            loaded.model,
+            loaded.tokenizer,
+            text=text,
+            token=token,
+            max_tokens=max_tokens,
+            report=maps,
+            facts=loaded.facts,
+            progress=layer_done,
+        )
+
+
+def parse_head(name: str) -> tuple[int, int]:
+    """Layer and head of a name such as "L3H8". Raises InputError for anything else."""
+    match = re.fullmatch(r"L(\d{1,6})H(\d{1,6})", name.strip(), flags=re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise InputError(
+            f"--head {name!r} is no head. Write its layer and its number in the layer, both from "
+            "0: L3H8."
+        )
+    return int(match[1]), int(match[2])
+
+
+def check_head(place: tuple[int, int], config: Any) -> None:
+    """Raise InputError where the model of `config` has no such head."""
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    layer, head = place
+    if layer >= layers or head >= heads:
+        raise InputError(
+            f"There is no head L{layer}H{head}: the model has layers L0 to L{layers - 1}, each "
+            f"with heads H0 to H{heads - 1}."
+        )
+
+
+def check_writable(report: Path) -> None:
+    """Raise InputError where the page cannot be written, before any work."""
+    folder = report.parent
+    if report.is_dir():
+        raise InputError(f"--report {report} is a folder. Name a file, such as heads.html.")
+    if not folder.is_dir():
+        raise InputError(f"--report {report}: there is no folder {folder}.")
+    if not os.access(folder, os.W_OK) or (report.exists() and not os.access(report, os.W_OK)):
+        raise InputError(f"--report {report}: no permission to write there.")
