@@ -338,7 +338,6 @@ def _tokenizer(metadata: _Metadata) -> Any:
         unk_token=named("unknown_token_id"),
         pad_token=named("padding_token_id"),
         chat_template=metadata.get("tokenizer.chat_template"),
-        model_max_length=metadata.integer("llama.context_length"),
         add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token")),
         clean_up_tokenization_spaces=False,
     )

@@ -64,6 +64,7 @@ def use(model: nn.Module) -> Implementation:
     previous = _implementation(model.config)
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(previous)  # its parts, where they did change
         raise ModelError(
             f"{type(model).__name__} computes attention in its own code, without transformers' "
             "attention interface, and cannot be set to another implementation."
