@@ -88,23 +88,26 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     sinks = _per_head(problem.sinks)
     slopes = _per_head(bias.slopes) if isinstance(bias, ALiBi) else None
     bias = bias if isinstance(bias, Tensor) else None
-    extension.forward(
-        dtype=_dtype(query.dtype),
-        sizes=(batch, heads, key.shape[1], query_length, key.shape[2], head_dim, value_dim),
-        query=(query.data_ptr(), *query.stride()),
-        key=(key.data_ptr(), *key.stride()),
-        value=(value.data_ptr(), *value.stride()),
-        out=(out.data_ptr(), *out.stride()),
-        scale=problem.scale,
-        softcap=problem.softcap or 0.0,
-        sinks=_address(sinks),
-        slopes=_address(slopes),
-        bias=_broadcast(bias),
-        bias_dtype=_dtype(torch.float32 if bias is None else bias.dtype),
-        mask=_mask(problem.parts, batch, heads),
-        statistics=tuple([_address(stats.get(name)) for name in _STATISTICS]),
-        threads=torch.get_num_threads(),
-    )
+    try:
+        extension.forward(
+            dtype=_dtype(query.dtype),
+            sizes=(batch, heads, key.shape[1], query_length, key.shape[2], head_dim, value_dim),
+            query=(query.data_ptr(), *query.stride()),
+            key=(key.data_ptr(), *key.stride()),
+            value=(value.data_ptr(), *value.stride()),
+            out=(out.data_ptr(), *out.stride()),
+            scale=problem.scale,
+            softcap=problem.softcap or 0.0,
+            sinks=_address(sinks),
+            slopes=_address(slopes),
+            bias=_broadcast(bias),
+            bias_dtype=_dtype(torch.float32 if bias is None else bias.dtype),
+            mask=_mask(problem.parts, batch, heads),
+            statistics=tuple([_address(stats.get(name)) for name in _STATISTICS]),
+            threads=torch.get_num_threads(),
+        )
+    except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
+        raise BackendError(f"{error}.") from None
     return out, stats
 
 

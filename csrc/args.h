@@ -1,0 +1,80 @@
+// What one call of the kernel reads and writes: plain pointers, sizes and strides.
+//
+// Nothing here has a member function: this header is compiled into every instruction set's unit,
+// and an inline function that two units emit would be merged by the linker.
+#pragma once
+
+#include <cstdint>
+
+namespace multihead {
+
+enum class Dtype : int32_t { float32, bfloat16, float16, float64 };
+
+// A 4-D tensor read through its strides, which count elements and may be 0 (broadcast) or odd.
+struct Tensor4 {
+  const void* data;
+  int64_t strides[4];
+};
+
+// One integer for the whole call, or one per batch row or head where `data` is set.
+struct Integers {
+  const int32_t* data;
+  int32_t value;
+};
+
+// An int32 array [B|1, L]; `batch_stride` is 0 where one row serves all batches.
+struct Rows {
+  const int32_t* data;
+  int64_t batch_stride;
+};
+
+// The parts of a lowered mask. A null pointer or a false flag means that the part hides nothing.
+// Query row i stands at p = query_positions[b, i] or start[b] + i, key column j at pos =
+// key_positions[b, j] or j; a key is visible if every part agrees.
+struct Mask {
+  Integers start;
+  Rows query_positions, key_positions;
+  Integers first;              // first column that counts, per batch row
+  bool has_left, has_right;
+  Integers left, keep_first;   // pos >= p - left[h], or pos < first + keep_first[h]
+  Integers right, prefix;      // pos <= p + right[h], or pos < first + prefix[b]
+  const int32_t* key_lengths;    // [B]: j < key_lengths[b]
+  const int32_t* query_lengths;  // [B]: i < query_lengths[b]
+  const uint8_t* key_visible;    // [B|1, Lk]
+  int64_t key_visible_batch_stride;
+  Rows query_ids, key_ids;       // equal and not negative
+  const int32_t* ranges;         // [B|1, H|1, Lq, range_count, 2], disjoint, half-open
+  int64_t range_count, ranges_batch_stride, ranges_head_stride;
+  Tensor4 dense;                 // bool, broadcast by stride 0
+};
+
+// Row statistics, each [B, H, Lq] contiguous, null where not asked for.
+struct Statistics {
+  float *lse, *entropy, *max_logit, *max_qk, *max_weight, *mean_distance, *sink_mass,
+      *participation;
+  int64_t* argmax;
+};
+
+struct ForwardArgs {
+  Dtype dtype;  // of query, key, value and out: float32 or bfloat16
+  int64_t batch, heads, kv_heads, query_length, key_length, head_dim, value_dim;
+  Tensor4 query, key, value;
+  void* out;
+  int64_t out_strides[4];
+  double scale;
+  double softcap;      // 0 where there is none
+  const float* sinks;  // [H] or null
+  const float* slopes; // [H] or null: ALiBi subtracts slope * |p - pos|
+  Tensor4 bias;        // null data where there is none
+  Dtype bias_dtype;
+  Mask mask;
+  Statistics statistics;
+  int64_t tiles_per_item;  // query tiles that one work item takes through the keys together
+};
+
+// One work item: `tiles_per_item` query tiles of one head.
+struct WorkItem {
+  int64_t batch, head, first_query;
+};
+
+}  // namespace multihead

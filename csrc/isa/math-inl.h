@@ -1,0 +1,50 @@
+// Elementary functions on vectors, and the constants of the softmax.
+#pragma once
+
+namespace multihead {
+namespace {
+
+constexpr int kTile = kTileVectors * kLanes;  // queries in a tile, one per lane
+constexpr float kLog2E = 1.442695041f;
+constexpr double kLn2 = 0.6931471805599453;
+
+// A row's maximum before it has seen a key. Finite, so that no difference of maxima is inf - inf.
+constexpr float kNoMaximum = -0x1.fffffep127f;
+// Visible scores are not lower than this, whatever a bias holds: above kNoMaximum, so that a row
+// whose every bias is the lowest finite float still is a softmax.
+constexpr float kLowestScore = -0x1.fffffcp127f;
+constexpr float kHidden = -__builtin_inff();
+
+// 2^x for x <= 0, relative error 2e-9 before rounding. Below 2^-125.5, for -inf too, the result is
+// exactly 0, which is what a hidden key must weigh; NaN stays NaN.
+INLINE Vec exp2(Vec x) {
+  const Vec n = round(x);
+  const Vec r = x - n;
+  Vec p = set1(1.535336196e-04f);
+  p = fma(p, r, set1(1.339887502e-03f));
+  p = fma(p, r, set1(9.618436918e-03f));
+  p = fma(p, r, set1(5.550332367e-02f));
+  p = fma(p, r, set1(2.402264774e-01f));
+  p = fma(p, r, set1(6.931471825e-01f));
+  p = fma(p, r, set1(1.0f));
+  return scale_by_power(p, n);
+}
+
+// Odd polynomial below 0.625 (relative error 4e-9), where 1 - 2 / (1 + e^2x) would cancel.
+INLINE Vec tanh(Vec x) {
+  const Vec size = abs(x);
+  const Vec square = x * x;
+  Vec p = set1(-5.704222713e-03f);
+  p = fma(p, square, set1(2.063843049e-02f));
+  p = fma(p, square, set1(-5.373952165e-02f));
+  p = fma(p, square, set1(1.333144009e-01f));
+  p = fma(p, square, set1(-3.333328068e-01f));
+  const Vec small = fma(p * square, x, x);
+  const Vec decay = exp2(size * set1(-2.0f * kLog2E));
+  const Vec large = (set1(1.0f) - decay) / (set1(1.0f) + decay);
+  const Vec signed_large = select(greater(set1(0.0f), x), set1(0.0f) - large, large);
+  return select(greater(set1(0.625f), size), small, signed_large);
+}
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,49 @@
+// The kernel for one instruction set; the build compiles this file once for each, with the
+// compiler flags of that set and MULTIHEAD_UNIT naming the table that it defines.
+//
+// Code here must not leave weak symbols: the linker keeps one copy of those, and it could be the
+// one with instructions that the processor lacks. So: anonymous namespaces, and nothing of the
+// C++ standard library but integer types.
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "unit.h"
+
+#define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline, unused))
+#define UNROLL _Pragma("GCC unroll 16")
+
+#if defined(MULTIHEAD_AVX512)
+#include "vec_avx512-inl.h"
+#elif defined(MULTIHEAD_AVX2)
+#include "vec_avx2-inl.h"
+#else
+#include "vec_generic-inl.h"
+#endif
+
+#include "math-inl.h"
+#include "convert-inl.h"
+#include "product-inl.h"
+#ifdef MULTIHEAD_PAIRS
+#include "pairs_avx512bf16-inl.h"
+#endif
+#include "mask-inl.h"
+#include "operands-inl.h"
+#include "softmax-inl.h"
+#include "finish-inl.h"
+#include "forward-inl.h"
+#include "peak-inl.h"
+
+namespace multihead {
+
+#ifdef MULTIHEAD_PAIRS
+extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<PairProduct>, forward<PairProduct>,
+                                    nullptr, peak<PairProduct>};
+#else
+extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>,
+                                    peak<FloatProduct>, nullptr};
+#endif
+
+}  // namespace multihead

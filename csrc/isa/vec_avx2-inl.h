@@ -1,0 +1,62 @@
+// Eight floats: AVX2 with FMA.
+#pragma once
+
+#include <immintrin.h>
+
+namespace multihead {
+namespace {
+
+typedef __m256 Vec;
+typedef __m256 LaneMask;
+
+constexpr int kLanes = 8;
+// 16 registers: 4 x 3 accumulators, 3 vectors of the right-hand side, one broadcast.
+constexpr int kTileVectors = 3;
+constexpr int kBlockRows = 4;
+
+INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
+INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+INLINE Vec broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+
+// The second operand where either is NaN.
+INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+INLINE Vec abs(Vec a) { return _mm256_andnot_ps(set1(-0.0f), a); }
+
+INLINE LaneMask equal(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+INLINE LaneMask greater(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+INLINE Vec select(LaneMask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, m); }
+INLINE bool any(LaneMask m) { return _mm256_movemask_ps(m) != 0; }
+
+// Lane i of the mask is bit i of `bits`.
+INLINE LaneMask lanes_of(uint64_t bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i b = _mm256_and_si256(_mm256_set1_epi32(static_cast<int32_t>(bits)), lane);
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(b, lane));
+}
+INLINE uint32_t bits_of(LaneMask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m)); }
+INLINE uint32_t equal_bits(const int32_t* row, int32_t x) {
+  const __m256i r = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
+  return bits_of(_mm256_castsi256_ps(_mm256_cmpeq_epi32(r, _mm256_set1_epi32(x))));
+}
+INLINE uint32_t at_most_bits(const int32_t* row, int32_t x) {
+  const __m256i r = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
+  return 0xffu & ~bits_of(_mm256_castsi256_ps(_mm256_cmpgt_epi32(r, _mm256_set1_epi32(x))));
+}
+
+INLINE Vec round(Vec x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// x * 2^n for x in [0.5, 2]; 0 below the normal range, whatever x is.
+INLINE Vec scale_by_power(Vec x, Vec n) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+  const Vec scaled =
+      _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+  // A NaN exponent converts to 0x80000000, which the shift drops: a NaN x stays as it is.
+  return _mm256_andnot_ps(_mm256_cmp_ps(n, set1(-125.0f), _CMP_LT_OQ), scaled);
+}
+
+}  // namespace
+}  // namespace multihead

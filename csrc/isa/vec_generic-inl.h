@@ -1,0 +1,69 @@
+// Four floats in the compiler's portable vectors: SSE2 on x86-64, NEON on AArch64.
+#pragma once
+
+namespace multihead {
+namespace {
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef int32_t IntVec __attribute__((vector_size(16)));
+typedef IntVec LaneMask;
+
+constexpr int kLanes = 4;
+// 16 registers: 4 x 2 accumulators, 2 vectors of the right-hand side, one broadcast.
+constexpr int kTileVectors = 2;
+constexpr int kBlockRows = 4;
+
+INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
+INLINE Vec load(const float* p) {
+  Vec x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE Vec broadcast(const float* p) { return set1(*p); }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+
+// The second operand where either is NaN.
+INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+INLINE Vec abs(Vec a) { return (Vec)((IntVec)a & 0x7fffffff); }
+
+INLINE LaneMask equal(Vec a, Vec b) { return a == b; }
+INLINE LaneMask greater(Vec a, Vec b) { return a > b; }
+INLINE Vec select(LaneMask m, Vec yes, Vec no) { return m ? yes : no; }
+INLINE bool any(LaneMask m) { return (m[0] | m[1] | m[2] | m[3]) != 0; }
+
+// Lane i of the mask is bit i of `bits`.
+INLINE LaneMask lanes_of(uint64_t bits) {
+  const IntVec lane = {1, 2, 4, 8};
+  const int32_t b = static_cast<int32_t>(bits);
+  return (IntVec{b, b, b, b} & lane) != 0;
+}
+INLINE uint32_t bits_of(LaneMask m) {
+  return (m[0] & 1u) | (m[1] & 2u) | (m[2] & 4u) | (m[3] & 8u);
+}
+INLINE uint32_t equal_bits(const int32_t* row, int32_t x) {
+  IntVec r;
+  __builtin_memcpy(&r, row, sizeof r);
+  return bits_of(r == x);
+}
+INLINE uint32_t at_most_bits(const int32_t* row, int32_t x) {
+  IntVec r;
+  __builtin_memcpy(&r, row, sizeof r);
+  return bits_of(r <= x);
+}
+
+// Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits (|x| < 2^22).
+INLINE Vec round(Vec x) {
+  const Vec magic = set1(12582912.0f);
+  return (x + magic) - magic;
+}
+// x * 2^n for x in [0.5, 2]; 0 below the normal range, whatever x is.
+INLINE Vec scale_by_power(Vec x, Vec n) {
+  const Vec scaled = (Vec)((IntVec)x + (__builtin_convertvector(n, IntVec) << 23));
+  // A NaN exponent has no integer; it comes with a NaN x, which must stay.
+  return n < set1(-125.0f) ? set1(0.0f) : (n == n ? scaled : x);
+}
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,59 @@
+"""The compiled kernels, seen from Python: plain functions of addresses, sizes and strides."""
+
+from enum import Enum
+
+BUILD: str
+
+class Dtype(Enum):
+    float32 = 0
+    bfloat16 = 1
+    float16 = 2
+    float64 = 3
+
+class Mask:
+    """A lowered mask; holds addresses, not the tensors."""
+
+    def __init__(
+        self,
+        *,
+        start: tuple[int, int],
+        first: tuple[int, int],
+        left: tuple[int, int] | None,
+        right: tuple[int, int] | None,
+        keep_first: tuple[int, int],
+        prefix: tuple[int, int],
+        key_lengths: int,
+        query_lengths: int,
+        key_visible: tuple[int, int] | None,
+        query_ids: tuple[int, int] | None,
+        key_ids: tuple[int, int] | None,
+        query_positions: tuple[int, int] | None,
+        key_positions: tuple[int, int] | None,
+        ranges: tuple[int, int, int, int] | None,
+        dense: tuple[int, ...] | None,
+    ) -> None: ...
+
+def forward(
+    *,
+    dtype: Dtype,
+    sizes: tuple[int, int, int, int, int, int, int],
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    out: tuple[int, ...],
+    scale: float,
+    softcap: float,
+    sinks: int,
+    slopes: int,
+    bias: tuple[int, ...] | None,
+    bias_dtype: Dtype,
+    mask: Mask,
+    statistics: tuple[int, ...],
+    threads: int,
+) -> None: ...
+def instruction_sets() -> list[str]: ...
+def chosen_instruction_set() -> str: ...
+def use_instruction_set(name: str) -> None: ...
+def instruction_set_for(dtype: Dtype) -> str: ...
+def has_amx() -> bool: ...
+def peak(kind: str, threads: int) -> float: ...
