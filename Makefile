@@ -46,7 +46,7 @@ proof: test                    ## the long proofs
 
 record: $(VENV)/.test          ## measure this machine, into benchmarks/results
 	$(RUN)multihead bench --record
-	$(RUN)multihead bench inspect --record
+	$(RUN)multihead bench --only inspect --record
 
 figures: $(VENV)/.test         ## README's tables and picture, from benchmarks/results and the report page
 	$(RUN)python benchmarks/figures.py

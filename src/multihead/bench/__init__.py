@@ -1,0 +1,1 @@
+"""Measurements of this machine: what `multihead bench` runs and records."""

@@ -1,0 +1,80 @@
+"""What the inspection is compared with: `python -m multihead.bench.rivals sdpa|dense TOKENS`.
+
+Both run the model that `multihead inspect` looks at on the same tokens, in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.heads.text import built_in, tokenize
+from multihead.integrations import load
+
+DENSE = "one_head_at_a_time"
+
+
+@dataclass
+class Dense:
+    """Attention that forms one head's whole matrix, reads its statistics, and frees it.
+
+    `rows` collects entropy, largest weight and its key for each layer and head, means over queries.
+    """
+
+    rows: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query_bhqd: Tensor,
+        key_bgkd: Tensor,
+        value_bgkd: Tensor,
+        attention_mask: object,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """As transformers calls it: causal, one text without padding. Returns [B, Lq, H, Dv]."""
+        del attention_mask  # causal, and nothing else: there is one text
+        heads = query_bhqd.shape[1]
+        group = heads // key_bgkd.shape[1]
+        outputs = [
+            self._head(
+                query_bhqd[:, h], key_bgkd[:, h // group], value_bgkd[:, h // group], scaling
+            )
+            for h in range(heads)
+        ]
+        return torch.stack(outputs, dim=2), None
+
+    def _head(self, query_bqd: Tensor, key_bkd: Tensor, value_bkd: Tensor, scale: float) -> Tensor:
+        scores_bqk = query_bqd @ key_bkd.transpose(1, 2)
+        scores_bqk.mul_(scale)
+        hidden = torch.ones(scores_bqk.shape[1:], dtype=torch.bool).triu_(1)
+        scores_bqk.masked_fill_(hidden, -torch.inf)
+        weights_bqk = torch.softmax(scores_bqk, dim=-1)
+        del scores_bqk
+        largest_bq, key_bq = weights_bqk.max(dim=-1)
+        entropy_bq = torch.special.entr(weights_bqk).sum(dim=-1)
+        self.rows.append(
+            (entropy_bq.mean().item(), largest_bq.mean().item(), key_bq.double().mean().item())
+        )
+        return weights_bqk @ value_bkd
+
+
+def main(name: str, tokens: int) -> None:
+    """Load the model, read the tokens once, compute no logits but the last."""
+    from transformers import AttentionInterface
+
+    loaded = load()
+    AttentionInterface.register(DENSE, Dense())
+    loaded.model.set_attn_implementation({"sdpa": "sdpa", "dense": DENSE}[name])
+    ids = tokenize(loaded.tokenizer, built_in(), tokens).ids
+    with torch.inference_mode():
+        loaded.model(torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
