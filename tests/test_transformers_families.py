@@ -93,13 +93,15 @@ def test_decoding_continues_prefill(models, family, padding, kind):
         assert_close(actual[rows], expected[rows], baseline[rows], what=f"step {step}")
 
 
+STATIC = {"cache_implementation": "static"}  # which transformers offers for decoders
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"]
+    ("family", "options"),
+    [(name, {}) for name in (*DECODERS, "bart", "t5")] + [(name, STATIC) for name in DECODERS],
+    ids=lambda value: value if isinstance(value, str) else "static" if value else "dynamic",
 )
-@pytest.mark.parametrize("family", [*DECODERS, "bart", "t5"])
 def test_greedy_generation_equals_eager(models, family, options):
-    if options and family in ("bart", "t5"):
-        pytest.skip("transformers offers static generation for decoders")
     ours, _, _ = models(family)
     inputs, _ = _inputs("left")
     settings = dict(max_new_tokens=9, do_sample=False, disable_compile=True, pad_token_id=0)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..ops import dispatch
 from ..ops.pooling import Bins, bin_edges, uniform_mass
 from ..ops.problem import Problem
 from ..ops.sweep import sweep
@@ -126,7 +125,9 @@ class Capture:
         self.layers.append(
             Layer(
                 statistics=totals.result(),
-                strips={name: self._strip_bins.mean(rows.values[name][0]).float() for name in STRIPS},
+                strips={
+                    name: self._strip_bins.mean(rows.values[name][0]).float() for name in STRIPS
+                },
                 link_keys=keys_bhmk[0, ..., :LINKS].transpose(0, 1),
                 link_weights=weights_bhmk[0, ..., :LINKS].transpose(0, 1).float(),
                 token_keys=keys_bhmk[0, :, token],

@@ -7,7 +7,6 @@ S = min(128, N) strip bins, K = min(8, N) keys, M sampled queries.
 from __future__ import annotations
 
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -354,8 +353,12 @@ def _stack(tensors: list[Tensor], axis: int = 0) -> Array:
     return torch.stack(tensors, axis).cpu().numpy()
 
 
-def _peak_rss_bytes() -> int:
-    """The largest resident size that this process has had."""
+def _peak_rss_bytes() -> int | None:
+    """The largest resident size that this process has had; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -23,7 +23,7 @@ _SPARE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it came from; tokens are looked for in the first `focus` characters first."""
+    """A text and where it came from; the first `focus` characters are searched for tokens first."""
 
     content: str
     source: str

@@ -7,6 +7,8 @@ Shape suffixes: b batch, h head, q query row, k key column, c column bin, w plac
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,8 @@ class Bins:
 
     def max(self, values_k: Tensor) -> Tensor:
         """[..., length] to [..., bins]."""
+        if not self.count:
+            return values_k
         return values_k[..., self._places_cw].amax(-1)
 
 
@@ -57,16 +61,16 @@ def uniform_mass(call: Logits, bins: int) -> Tensor:
 
     [B|1, H|1, bins, bins], NaN where every pair is hidden: `attention_map` of such a head.
     """
-    dtype, device = call.compute_dtype, call.query.device
+    device = call.query.device
     row_edges = bin_edges(call.query_length, bins)
     column_bins = Bins(call.key_length, bins, device)
     mask_bh = mask_shape(call)
-    cells_bhrc = torch.empty((*mask_bh, len(row_edges) - 1, column_bins.count), dtype=dtype)
-    cells_bhrc = cells_bhrc.to(device)
+    shape = (*mask_bh, len(row_edges) - 1, column_bins.count)
+    cells_bhrc = torch.empty(shape, dtype=call.compute_dtype, device=device)
     keys_bhq = visible_keys(call)
-    share_bhq = (1.0 / keys_bhq.to(dtype)).masked_fill(keys_bhq == 0, 0.0)
-    for row, (begin, stop) in enumerate(zip(row_edges[:-1], row_edges[1:], strict=True)):
-        sums_bhk = torch.zeros((*mask_bh, call.key_length), dtype=dtype, device=device)
+    share_bhq = (1.0 / keys_bhq.double()).masked_fill(keys_bhq == 0, 0.0)
+    for row, (begin, stop) in enumerate(itertools.pairwise(row_edges)):
+        sums_bhk = share_bhq.new_zeros((*mask_bh, call.key_length))
         for rows in row_blocks(begin, stop):
             share_bhqk = share_bhq[..., rows, None]
             for columns, visible in visible_blocks(call, rows):
@@ -74,8 +78,9 @@ def uniform_mass(call: Logits, bins: int) -> Tensor:
                 sums_bhk[..., columns] += given.sum(-2)
         live_bh = (keys_bhq[..., begin:stop] > 0).sum(-1)
         total_bhc = column_bins.sum(sums_bhk)
-        cells_bhc = total_bhc / live_bh[..., None]
-        cells_bhrc[:, :, row] = cells_bhc.masked_fill(total_bhc == 0, torch.nan)
+        cells_bhrc[:, :, row] = (total_bhc / live_bh[..., None]).masked_fill(
+            total_bhc == 0, torch.nan
+        )
     return cells_bhrc
 
 

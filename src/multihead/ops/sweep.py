@@ -9,6 +9,7 @@ Shape suffixes: b batch, h head, r row bin, q query row, k key column.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .problem import ALiBi, Logits
-from .scores import bias_rectangle, distances, grouped_matmul
+from .scores import bias_rectangle, distances
 
 # Weights formed at a time: 1M float32 are 4 MiB. Blocks four times smaller fit a core's cache and
 # are no faster on a quiet machine, but wait four times as often for threads on a busy one.
@@ -93,7 +94,7 @@ def visible_blocks(call: Logits, rows: slice) -> Iterator[tuple[slice, Tensor | 
     begin, end = call.parts.key_bounds(rows)
     whole_begin, whole_end = _seen_by_all(call, rows)
     borders = sorted({begin, end, *(x for x in (whole_begin, whole_end) if begin < x < end)})
-    for left, right in zip(borders[:-1], borders[1:], strict=True):
+    for left, right in itertools.pairwise(borders):
         for column in range(left, right, _BLOCK_COLUMNS):
             columns = slice(column, min(column + _BLOCK_COLUMNS, right))
             visible = None
@@ -170,11 +171,7 @@ def _bins_together(call: Logits, edges: Sequence[int]) -> Iterator[slice]:
     begin, count = 0, len(edges) - 1
     while begin < count:
         stop = begin + 1
-        while (
-            stop < count
-            and stop - begin < most
-            and edges[stop + 1] - edges[begin] <= BLOCK_ROWS
-        ):
+        while stop < count and stop - begin < most and edges[stop + 1] - edges[begin] <= BLOCK_ROWS:
             stop += 1
         yield slice(begin, stop)
         begin = stop
@@ -199,9 +196,13 @@ def _head_blocks(call: Logits, rows: slice, columns: slice) -> Iterator[tuple[sl
 def _logits(call: Logits, sample: slice, heads: slice, rows: slice, columns: slice) -> Tensor:
     """The logits of one sample's heads before the mask: a new tensor [1, h, q, k]."""
     kv_heads = slice(heads.start // call.group, heads.stop // call.group)
-    query_bhqd = call.query.detach()[sample, heads, rows].to(call.compute_dtype)
-    key_bhkd = call.key.detach()[sample, kv_heads, columns].to(call.compute_dtype)
-    scores = grouped_matmul(query_bhqd * call.scale, key_bhkd.mT)
+    query_hqd = call.query.detach()[sample, heads, rows][0].to(call.compute_dtype)
+    key_gkd = call.key.detach()[sample, kv_heads, columns][0].to(call.compute_dtype)
+    # A group's query heads are rows of one product, so that no key is repeated; scaling within
+    # the product rounds once, where scaling the queries first would round twice.
+    query_gqd = query_hqd.reshape(key_gkd.shape[0], -1, query_hqd.shape[-1])
+    scores = torch.baddbmm(query_gqd.new_empty(1), query_gqd, key_gkd.mT, beta=0, alpha=call.scale)
+    scores = scores.view(1, *query_hqd.shape[:2], -1)
     if call.softcap is not None:
         scores.div_(call.softcap).tanh_().mul_(call.softcap)
     if isinstance(call.bias, ALiBi):

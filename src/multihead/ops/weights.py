@@ -236,7 +236,8 @@ def _checked_lse(call: Logits, lse: object) -> Tensor:
     if not isinstance(lse, Tensor) or not lse.is_floating_point():
         kind = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
         raise DtypeError(
-            f"lse must be the float tensor [B, H, Lq] that attention_with_stats returns; got {kind}."
+            "lse must be the float tensor [B, H, Lq] that attention_with_stats returns; got "
+            f"{kind}."
         )
     expected = (call.batch, call.heads, call.query_length)
     if tuple(lse.shape) != expected:

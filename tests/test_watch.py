@@ -1,0 +1,229 @@
+"""Watching a model: nothing changes, and every real query counts once."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import families
+import multihead as mh
+from close import assert_close
+from multihead.heads import STATISTICS
+from multihead.ops import dispatch
+from requires import require
+
+LENGTHS = [13, 7, 2]
+
+
+def expected(
+    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Statistics [layers, heads] over the real queries, from eager's own whole matrices.
+
+    Each text alone and without padding: rotary positions are relative.
+    """
+    model = model.to(dtype)
+    model.set_attn_implementation("eager")
+    texts = [text[real][None] for text, real in zip(ids, mask.bool(), strict=True)]
+    with torch.no_grad():
+        outputs = [model(text, output_attentions=True) for text in texts]
+    per_text = [of_matrices(torch.cat(output.attentions)) for output in outputs]
+    return {name: torch.cat([rows[name] for rows in per_text], -1).mean(-1) for name in per_text[0]}
+
+
+def of_matrices(weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Statistics of causal matrices [layers, heads, n, n], query by query where they count."""
+    column = torch.arange(weights.shape[-1])
+    logs = torch.where(weights > 0, weights, 1).log()
+    entropy = -(weights * logs).sum(-1)
+    distance = (column[:, None] - column).abs()
+    return {
+        "entropy": entropy,
+        "entropy_share": (entropy / (column + 1).to(weights.dtype).log())[..., 1:],
+        "max_weight": weights.amax(-1),
+        "mean_distance": (weights * distance).sum(-1),
+        "sink_mass": weights[..., 0],
+        "participation": 1 / weights.square().sum(-1),
+        "previous_token": weights.diagonal(-1, -2, -1),
+        "first_key": weights[..., 0],
+    }
+
+
+def close_to(statistics: dict[str, np.ndarray], exact: dict, plain: dict) -> None:
+    for name, values in exact.items():
+        # Means have smaller errors than rows, and a small model's can be exact by luck.
+        assert_close(torch.from_numpy(statistics[name]), values, plain[name], factor=4.0, what=name)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_statistics_of_real_queries_only(side: str) -> None:
+    require("models")
+    ids, mask = families.padded(LENGTHS, side)
+    model = families.build("llama")
+    with torch.no_grad(), mh.watch(model) as heads:
+        model(ids, attention_mask=mask)
+    assert heads.layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert (heads.queries == sum(LENGTHS)).all()
+    assert set(heads.statistics) == set(STATISTICS)
+    plain = expected(families.build("llama"), ids, mask, torch.float32)
+    close_to(heads.statistics, expected(model, ids, mask, torch.float64), plain)
+
+
+def test_maxima_are_over_real_queries() -> None:
+    require("models")
+    ids, mask = families.padded([11], "left")
+    wide_ids, wide_mask = (nn.functional.pad(x, (5, 0)) for x in (ids, mask))
+    model = families.build("gpt2")
+    positions = (wide_mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), mh.watch(model) as alone:
+        model(ids)
+    with torch.no_grad(), mh.watch(model) as padded:
+        model(wide_ids, attention_mask=wide_mask, position_ids=positions)
+    for name in ("max_logit", "max_qk"):
+        np.testing.assert_allclose(padded.statistics[name], alone.statistics[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "bert"])
+def test_results_are_those_without_watching_bit_for_bit(family: str) -> None:
+    require("models")
+    from multihead.integrations.transformers import use
+
+    ids, mask = families.padded(LENGTHS, "left")
+    plain, watched = families.build(family), families.build(family)
+    use(plain)
+    with torch.no_grad():
+        want = plain(ids, attention_mask=mask)[0]
+        with mh.watch(watched):
+            got = watched(ids, attention_mask=mask)[0]
+    assert torch.equal(got, want)
+
+
+def test_batches_stream_to_the_same_means() -> None:
+    require("models")
+    model = families.build("llama")
+    ids, _ = families.padded([17, 17, 17], "left")
+    with torch.no_grad(), mh.watch(model) as together:
+        model(ids)
+    with torch.no_grad(), mh.watch(model) as apart:
+        model(ids[:2])
+        model(ids[2:])
+    assert np.array_equal(apart.queries, together.queries)
+    for name in STATISTICS:
+        np.testing.assert_allclose(
+            apart.statistics[name], together.statistics[name], rtol=1e-5, atol=1e-7, err_msg=name
+        )
+
+
+def test_decoding_steps_join_the_prefill() -> None:
+    require("models")
+    model = families.build("llama")
+    ids, mask = families.padded([9, 5], "left")
+    with torch.no_grad(), mh.watch(model) as stepwise:
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False
+        )
+    # The last token that generate returns is chosen but not read.
+    seen = torch.nn.functional.pad(mask, (0, 5), value=1)
+    positions = (seen.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), mh.watch(model) as whole:
+        model(out[:, :-1], attention_mask=seen, position_ids=positions)
+    assert np.array_equal(stepwise.queries, whole.queries)
+    assert (whole.queries == 9 + 5 + 2 * 5).all()
+    for name in STATISTICS:
+        np.testing.assert_allclose(
+            stepwise.statistics[name], whole.statistics[name], rtol=1e-4, atol=1e-6, err_msg=name
+        )
+
+
+def test_a_recomputed_forward_is_not_counted_again() -> None:
+    layer = mh.MultiHeadAttention(12, 3)
+    x = torch.randn(2, 7, 12, requires_grad=True)
+    with mh.watch(layer) as heads:
+        checkpoint(layer, x, mask=mh.Causal(), use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    assert heads.queries.tolist() == [[14, 14, 14]]
+
+
+def test_gradients_are_those_without_watching() -> None:
+    layer = mh.MultiHeadAttention(12, 3)
+    x = torch.randn(2, 7, 12, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x, mask=mh.Causal()).square().sum(), x)
+    with mh.watch(layer) as heads:
+        (got,) = torch.autograd.grad(layer(x, mask=mh.Causal()).square().sum(), x)
+    assert torch.equal(got, want)
+    assert (heads.queries == 14).all()
+
+
+class Tower(nn.Module):
+    """Self-attention, then a cross-attention to what may be padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross = mh.MultiHeadAttention(12, 2, context_dim=5)
+        self.own = mh.MultiHeadAttention(12, 3)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor, mask: mh.Mask) -> torch.Tensor:
+        return self.cross(self.own(x), context, mask=mask)
+
+
+def test_our_own_layers_and_layers_of_different_size() -> None:
+    tower = Tower()
+    padding = mh.KeyPadding(torch.arange(7) < torch.tensor([[3], [7]]))
+    with torch.no_grad(), mh.watch(tower) as heads:
+        tower(torch.randn(2, 7, 12), torch.randn(2, 7, 5), padding)
+    assert heads.layers == ("cross", "own")
+    # In a cross-attention the padded key of the same number is not the query's own.
+    assert heads.queries.tolist() == [[14, 14, 0], [14, 14, 14]]
+    assert np.isnan(heads.statistics["entropy"]).tolist() == [[False, False, True], [False] * 3]
+
+
+def test_what_sees_nothing_does_not_count() -> None:
+    layer = mh.MultiHeadAttention(12, 3)
+    visible = torch.ones(5, 5, dtype=torch.bool)
+    visible[2] = False
+    with torch.no_grad(), mh.watch(layer) as heads:
+        layer(torch.randn(1, 5, 12), mask=visible)
+    assert (heads.queries == 4).all()
+
+
+def test_calls_outside_of_the_model_are_not_counted() -> None:
+    layer, other = mh.MultiHeadAttention(12, 3), mh.MultiHeadAttention(12, 3)
+    with torch.no_grad(), mh.watch(layer) as heads:
+        other(torch.randn(1, 5, 12))
+        assert heads.layers == ()
+        assert heads.statistics["entropy"].shape == (0, 0)
+        layer(torch.randn(1, 5, 12))
+    layer(torch.randn(1, 5, 12))
+    assert heads.queries.tolist() == [[5, 5, 5]]
+
+
+def test_everything_is_as_before_after_an_error() -> None:
+    require("models")
+    model = families.build("llama", attention_dropout=0.5)
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    with pytest.raises(mh.BackendError, match="dropout"), mh.watch(model):
+        model.train()(torch.tensor([[3, 5]]))
+    assert model.config._attn_implementation == "eager"
+    assert dispatch.observer.get() is None
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_error_inside_the_model_leaves_the_next_call_right() -> None:
+    layer = mh.MultiHeadAttention(12, 3)
+    with torch.no_grad(), mh.watch(nn.Sequential(layer, nn.Linear(12, 5))) as heads:
+        with pytest.raises(mh.ArgumentError):
+            layer(torch.randn(1, 5, 11))
+        layer(torch.randn(1, 5, 12))
+    assert heads.layers == ("0",)
+    assert (heads.queries == 5).all()
+
+
+def test_other_models_are_refused() -> None:
+    model = nn.TransformerEncoderLayer(12, 3)
+    with (
+        pytest.raises(mh.ModelError, match=r"transformers model.*MultiHeadAttention"),
+        mh.watch(model),
+    ):
+        pass
