@@ -13,6 +13,7 @@ from torch import nn
 import families
 import multihead as mh
 from close import assert_close
+from multihead.heads import capture
 from multihead.heads.inspection import Inspection, inspect_model
 from multihead.heads.statistics import STATISTICS
 from multihead.heads.text import SENTENCE
@@ -273,3 +274,22 @@ def test_models_that_are_refused() -> None:
         inspect(nn.Linear(3, 5), text="a b")
     with pytest.raises(mh.ModelError, match="encoder with a decoder"):
         inspect(families.build("t5"), text="a b")
+
+
+def test_a_sink_that_a_layer_did_not_keep_has_its_mean_there(
+    inspection: Inspection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "SINK_CANDIDATES", 1)
+    few = inspect(families.build("llama"), text=TEXT, report=True).sinks
+    every = inspection.sinks
+    assert few is not None
+    assert every is not None
+    assert set(few.columns) < set(every.columns)
+    assert len(few.columns) == 2, "one a layer, or the other layer's is never filled in"
+    exact = every.strips[..., np.isin(every.columns, few.columns)]
+    for layer in range(2):
+        kept = [np.array_equal(few.strips[layer, ..., s], exact[layer, ..., s]) for s in range(2)]
+        assert sorted(kept) == [False, True]
+        missing = kept.index(False)
+        mean = few.mean[layer, :, None, missing]
+        assert np.array_equal(few.strips[layer, ..., missing], np.broadcast_to(mean, (6, 64)))

@@ -220,6 +220,19 @@ def test_an_error_inside_the_model_leaves_the_next_call_right() -> None:
     assert (heads.queries == 5).all()
 
 
+def test_a_compiled_model_is_seen_too() -> None:
+    layer = mh.MultiHeadAttention(16, 2)
+    compiled = torch.compile(layer, backend="eager")
+    x = torch.randn(1, 5, 16)
+    with torch.no_grad(), mh.watch(layer) as expected:
+        layer(x)
+    for watched in (layer, compiled):
+        with torch.no_grad(), mh.watch(watched) as heads:
+            compiled(x)
+        assert heads.layers == expected.layers
+        assert np.array_equal(heads.statistics["entropy"], expected.statistics["entropy"])
+
+
 def test_other_models_are_refused() -> None:
     model = nn.TransformerEncoderLayer(12, 3)
     with (

@@ -6,9 +6,9 @@
     ├── DeviceError (ValueError)         tensors of one call on different devices
     ├── MaskError (ValueError)           a mask that contradicts itself or the call
     ├── BackendError (RuntimeError)      no backend, or not the named one, can serve the call
-    ├── MissingExtraError (ImportError)  an optional package that the feature needs is not installed
+    ├── MissingExtraError (ImportError)  an optional package is not installed
     ├── ModelError (RuntimeError)        a model or a model file that cannot be used
-    └── InputError (ValueError)          a text, token, option or path of the user's that cannot be used
+    └── InputError (ValueError)          a text, token, option or path that cannot be used
 
 Each message says what was expected, what came, and how to mend it.
 """

@@ -30,9 +30,10 @@ LINKS = 5
 SAMPLED_ROWS = 16
 STRIPS = ("entropy", "max_weight", "mean_distance", "sink_mass")
 
-# Sinks are known only when the last layer has run, but their strips can be taken only while their
-# layer runs: each layer keeps those of the columns that receive most.
-SINK_CANDIDATES = 64
+# Sinks are known only when the last layer has run, but their strips can be taken only while a layer
+# runs: each keeps those of the columns that receive most in one of its heads. What a layer does not
+# keep receives less than all of these, at most a 256th of the heads' weight.
+SINK_CANDIDATES = 256
 
 _ERROR_LAYERS = 4
 _ERROR_ROWS = 8

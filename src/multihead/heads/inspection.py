@@ -74,7 +74,8 @@ class Sinks:
 
     Of the keys that at least half of the queries can see, those whose mean weight over all
     queries is above 0.05 in some head, the largest by the mean over heads. `columns` int [S_],
-    `mean` [L, H, S_], and `strips` [L, H, P, S_], the mean weight by bin of queries.
+    `mean` [L, H, S_], and `strips` [L, H, P, S_], the mean weight by bin of queries; in a layer
+    where 256 other keys receive more than a sink, its mean throughout.
     """
 
     columns: Array
@@ -331,17 +332,22 @@ def _maps(sweeps: list[Sweep]) -> dict[str, Array]:
 
 def _sinks(sweeps: list[Sweep]) -> Sinks:
     mean_lhk = torch.stack([sweep.mean for sweep in sweeps])
-    kept = set(sweeps[0].candidates.tolist())
-    for sweep in sweeps[1:]:
-        kept &= set(sweep.candidates.tolist())
-    strong_k = (mean_lhk > SINK_SHARE).any(0).any(0)
-    columns = [column for column in kept if strong_k[column]]
-    columns.sort(key=lambda column: -float(mean_lhk[..., column].mean()))
-    columns = sorted(columns[:MOST_SINKS])
+    strong = {
+        int(column)
+        for sweep in sweeps
+        for column in sweep.candidates
+        if bool((sweep.mean[:, column] > SINK_SHARE).any())
+    }
+    ranked = sorted(strong, key=lambda column: -float(mean_lhk[..., column].mean()))
+    columns = sorted(ranked[:MOST_SINKS])
     strips = []
     for sweep in sweeps:
-        place = {column: i for i, column in enumerate(sweep.candidates.tolist())}
-        strips.append(sweep.strips[..., [place[column] for column in columns]])
+        strip_hrs = sweep.mean[:, None, columns].repeat(1, sweep.strips.shape[1], 1)
+        for place, column in enumerate(columns):
+            kept = torch.nonzero(sweep.candidates == column)
+            if len(kept):
+                strip_hrs[..., place] = sweep.strips[..., int(kept)]
+        strips.append(strip_hrs)
     return Sinks(
         columns=np.array(columns, dtype=np.int64),
         mean=mean_lhk[..., columns].numpy(),

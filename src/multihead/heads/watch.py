@@ -43,7 +43,11 @@ def watch(model: nn.Module) -> Iterator[Heads]:
 
     Raises ModelError for a model of another kind.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            # A compiled graph shows no calls, so inside the block compiled models run eagerly.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         set_to_multihead(model, stack)
         running = stack.enter_context(running_modules(model))
         heads = Heads(model)
