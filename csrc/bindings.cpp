@@ -131,7 +131,6 @@ NB_MODULE(_native, m) {
         "out"_a, "scale"_a, "softcap"_a, "sinks"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a,
         "mask"_a, "statistics"_a, "threads"_a);
   m.def("instruction_sets", instruction_sets);
-  m.def("chosen_instruction_set", chosen_instruction_set);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
   m.def("instruction_set_for", instruction_set_for, "dtype"_a);
   m.def("has_amx", has_amx);

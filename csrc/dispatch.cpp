@@ -18,16 +18,17 @@
 
 namespace multihead {
 
-extern const Unit unit_baseline;
+extern const Unit unit_baseline, unit_baseline_narrow;
 #if defined(__x86_64__)
-extern const Unit unit_avx2, unit_avx512, unit_avx512_bf16;
+extern const Unit unit_avx2, unit_avx2_narrow, unit_avx512, unit_avx512_narrow;
+extern const Unit unit_avx512_bf16, unit_avx512_bf16_narrow;
 #endif
 
 namespace {
 
 struct Entry {
   const char* name;
-  const Unit* unit;
+  const Unit *unit, *narrow;  // narrow: for calls whose queries fit one vector
   bool (*runs)();
 };
 
@@ -42,11 +43,11 @@ bool runs_avx512_bf16() { return runs_avx512() && __builtin_cpu_supports("avx512
 #endif
 
 const Entry entries[] = {
-    {"baseline", &unit_baseline, always},
+    {"baseline", &unit_baseline, &unit_baseline_narrow, always},
 #if defined(__x86_64__)
-    {"avx2", &unit_avx2, runs_avx2},
-    {"avx512", &unit_avx512, runs_avx512},
-    {"avx512_bf16", &unit_avx512_bf16, runs_avx512_bf16},
+    {"avx2", &unit_avx2, &unit_avx2_narrow, runs_avx2},
+    {"avx512", &unit_avx512, &unit_avx512_narrow, runs_avx512},
+    {"avx512_bf16", &unit_avx512_bf16, &unit_avx512_bf16_narrow, runs_avx512_bf16},
 #endif
 };
 constexpr int kEntries = sizeof entries / sizeof entries[0];
@@ -139,11 +140,6 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-std::string chosen_instruction_set() {
-  const int chosen = choice().load();
-  return chosen < 0 ? "" : entries[chosen].name;
-}
-
 void use_instruction_set(const std::string& name) {
   choice().store(index_or_throw(name, "use_instruction_set"));
 }
@@ -161,7 +157,9 @@ bool has_amx() {
 }
 
 void forward(ForwardArgs args, int threads) {
-  const Unit& unit = *entry_for(args.dtype).unit;
+  const Entry& entry = entry_for(args.dtype);
+  const bool narrow = args.query_length <= entry.narrow->tile_rows;
+  const Unit& unit = narrow ? *entry.narrow : *entry.unit;
   const double worth = work_of(args) / kWorthAThread;
   if (worth < threads) threads = std::max(1, int(worth));
   args.tiles_per_item = tiles_per_item(args, unit.tile_rows, threads);

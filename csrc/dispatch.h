@@ -12,14 +12,13 @@ namespace multihead {
 // "baseline", "avx2", "avx512", "avx512_bf16".
 std::vector<std::string> instruction_sets();
 
-// The set chosen by use_instruction_set() or the environment variable MULTIHEAD_ISA, else "".
-std::string chosen_instruction_set();
-
-// Chooses one set for every later call of the process, or with "" the fastest for each dtype.
+// Chooses one set for every later call of the process, or with "" the fastest for each dtype; the
+// environment variable MULTIHEAD_ISA does so from the start.
 // Throws std::invalid_argument for a name that is not in instruction_sets().
 void use_instruction_set(const std::string& name);
 
 // The set that serves `dtype` now. "avx512_bf16" holds bfloat16 only: float32 takes "avx512".
+// Throws std::invalid_argument, as forward() does, if MULTIHEAD_ISA is not in instruction_sets().
 std::string instruction_set_for(Dtype dtype);
 
 // Whether the processor has AMX tiles for bfloat16, which torch uses and these kernels do not.

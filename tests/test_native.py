@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,9 +183,7 @@ def test_a_bias_of_any_float_dtype_is_used_in_float32(bias_dtype: torch.dtype) -
     query, key, value = tensors(queries=37, keys=70, width=5)
     # Subnormal and large numbers of float16 among them.
     bias = torch.cat((draw(37, 68), torch.tensor([[6e-6, -3e4]]).expand(37, 2)), 1).to(bias_dtype)
-    assert_same_bits(
-        call(query, key, value, bias=bias), call(query, key, value, bias=bias.float())
-    )
+    assert_same_bits(call(query, key, value, bias=bias), call(query, key, value, bias=bias.float()))
 
 
 def test_a_long_row_is_as_accurate_as_torch() -> None:
@@ -235,3 +234,13 @@ def test_peaks_are_measured() -> None:
     assert fma is not None
     assert fma > 1
     assert (pairs is None) == ("avx512_bf16" not in native.instruction_sets())
+
+
+def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
+    """Otherwise torch.set_num_threads would not reach the kernels' threads."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("/proc/self/maps is needed")
+    mh.attention(*tensors(), backend="native")
+    mapped = {line.split()[-1] for line in maps.read_text().splitlines()}
+    assert len({path for path in mapped if "libgomp" in path}) == 1

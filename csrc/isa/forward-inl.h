@@ -26,7 +26,7 @@ struct Scratch {
   size_t bytes;
 
   Scratch(const ForwardArgs& a, void* memory) : bytes(0) {
-    char* base = static_cast<char*>(memory);
+    const uintptr_t base = reinterpret_cast<uintptr_t>(memory);
     const int64_t width = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
     const int64_t query_steps = elements_for(Product::terms, a.head_dim);
     tiles = take<Tile<Product>>(base, a.tiles_per_item);
@@ -48,7 +48,7 @@ struct Scratch {
   }
 
   template <class T>
-  T* take(char* base, int64_t count) {
+  T* take(uintptr_t base, int64_t count) {
     T* here = reinterpret_cast<T*>(base + bytes);
     bytes += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
     return here;
@@ -134,6 +134,20 @@ INLINE void place_keys(const ForwardArgs& a, int64_t b, int64_t begin, int64_t e
   }
 }
 
+// With one vector of queries the products wait for memory: the rows that come next are fetched
+// ahead. Wide tiles compute long enough on a block for the processor's own prefetcher.
+INLINE void fetch_ahead(const ForwardArgs& a, const Tensor4& x, int64_t width, int64_t b,
+                        int64_t kv_head, int64_t begin) {
+  if (kTileVectors > 1 || x.strides[3] != 1) return;
+  const int64_t end = begin + kKeyBlock < a.key_length ? begin + kKeyBlock : a.key_length;
+  const int64_t bytes = element_bytes(a.dtype);
+  for (int64_t j = begin; j < end; ++j) {
+    const char* row =
+        static_cast<const char*>(x.data) + offset_of(x.strides, b, kv_head, j) * bytes;
+    for (int64_t at = 0; at < width * bytes; at += 64) __builtin_prefetch(row + at);
+  }
+}
+
 // One query tile meets one key block: scores, softmax, output.
 template <class Product>
 INLINE void attend(const ForwardArgs& a, const WorkItem& item, int64_t kv_head,
@@ -152,6 +166,7 @@ INLINE void attend(const ForwardArgs& a, const WorkItem& item, int64_t kv_head,
     block.keys = key_operand(a, b, kv_head, block.begin, count, scratch.keys);
     block.has_keys = true;
   }
+  fetch_ahead(a, a.value, a.value_dim, b, kv_head, block.begin);
   score_block<Product>(block.keys.data + begin * block.keys.stride, block.keys.stride, tile.query,
                        elements_for(Product::terms, a.head_dim), end - begin,
                        scores + begin * kTile);
@@ -197,6 +212,7 @@ INLINE void attend(const ForwardArgs& a, const WorkItem& item, int64_t kv_head,
     block.has_values = true;
   }
   if (!seen.full && !block.is_scrubbed) scrub_values(a, b, kv_head, scratch, block);
+  fetch_ahead(a, a.key, a.head_dim, b, kv_head, block.end);
   const typename Product::Element* weights =
       weights_operand(Product{}, scores, begin, end, scratch.paired_weights);
   const int first_step = begin / Product::terms;

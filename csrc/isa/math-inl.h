@@ -1,10 +1,19 @@
-// Elementary functions on vectors, and the constants of the softmax.
+// The tile's shape, the constants of the softmax, and elementary functions on vectors.
 #pragma once
 
 namespace multihead {
 namespace {
 
+#ifdef MULTIHEAD_NARROW
+// For calls with fewer queries than one vector has lanes: 8 chains hide the latency.
+constexpr int kTileVectors = 1;
+constexpr int kBlockRows = 8;
+#else
+constexpr int kTileVectors = kWideTileVectors;
+constexpr int kBlockRows = kWideBlockRows;
+#endif
 constexpr int kTile = kTileVectors * kLanes;  // queries in a tile, one per lane
+
 constexpr float kLog2E = 1.442695041f;
 constexpr double kLn2 = 0.6931471805599453;
 

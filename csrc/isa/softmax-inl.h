@@ -129,7 +129,8 @@ INLINE void decay_state(const float* old_max, float per_bit, RowState& state) {
 
 // Scores become weights; their sum, and with kEntropy the sum of exponent times weight, joins the
 // state. Scores are subtracted before they are scaled: the largest weighs exactly 1, and nothing
-// is lost where logits are large. Two partial sums, by the parity of the key, hide the latency of the addition.
+// is lost where logits are large. Two partial sums, by the parity of the key, hide the latency of
+// the addition.
 template <bool kEntropy>
 NOINLINE void weigh(float* scores, int begin, int end, float per_bit, RowState& state) {
   UNROLL for (int j = 0; j < kTileVectors; ++j) {

@@ -1,5 +1,7 @@
-// The kernel for one instruction set; the build compiles this file once for each, with the
-// compiler flags of that set and MULTIHEAD_UNIT naming the table that it defines.
+// The kernel for one instruction set. The build compiles this file twice for each, with the
+// compiler flags of that set and MULTIHEAD_UNIT naming the table that it defines: once with the
+// tile that is fastest, and once, with MULTIHEAD_NARROW, with a tile of one vector for calls of
+// few queries. A row's bits are the same in both: its arithmetic stays within its lane.
 //
 // Code here must not leave weak symbols: the linker keeps one copy of those, and it could be the
 // one with instructions that the processor lacks. So: anonymous namespaces, and nothing of the

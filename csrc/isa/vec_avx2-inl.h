@@ -11,8 +11,8 @@ typedef __m256 LaneMask;
 
 constexpr int kLanes = 8;
 // 16 registers: 4 x 3 accumulators, 3 vectors of the right-hand side, one broadcast.
-constexpr int kTileVectors = 3;
-constexpr int kBlockRows = 4;
+constexpr int kWideTileVectors = 3;
+constexpr int kWideBlockRows = 4;
 
 INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
 INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
@@ -28,7 +28,6 @@ INLINE Vec abs(Vec a) { return _mm256_andnot_ps(set1(-0.0f), a); }
 INLINE LaneMask equal(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 INLINE LaneMask greater(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
 INLINE Vec select(LaneMask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, m); }
-INLINE bool any(LaneMask m) { return _mm256_movemask_ps(m) != 0; }
 
 // Lane i of the mask is bit i of `bits`.
 INLINE LaneMask lanes_of(uint64_t bits) {

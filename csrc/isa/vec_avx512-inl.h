@@ -10,11 +10,11 @@ typedef __m512 Vec;
 typedef __mmask16 LaneMask;
 
 constexpr int kLanes = 16;
-// 32 registers: 8 x 3 accumulators, 3 vectors of the right-hand side, one broadcast. 24 chains hide
-// 4 to 6 cycles of latency on two ports, and 11 loads for 24 multiply-adds leave the load ports time
-// to refill the first-level cache: 8 x 2, which loads 10 for 16, was 10 % slower.
-constexpr int kTileVectors = 3;
-constexpr int kBlockRows = 8;
+// 32 registers: 8 x 3 accumulators, 3 vectors of the right-hand side, one broadcast. 24 chains
+// hide 4 to 6 cycles of latency on two ports, and 11 loads for 24 multiply-adds leave the load
+// ports time to refill the first-level cache: 8 x 2, which loads 10 for 16, was 10 % slower.
+constexpr int kWideTileVectors = 3;
+constexpr int kWideBlockRows = 8;
 
 INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
@@ -35,7 +35,6 @@ INLINE Vec abs(Vec a) { return _mm512_abs_ps(a); }
 INLINE LaneMask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 INLINE LaneMask greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 INLINE Vec select(LaneMask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
-INLINE bool any(LaneMask m) { return m != 0; }
 
 // Lane i of the mask is bit i of `bits`.
 INLINE LaneMask lanes_of(uint64_t bits) { return static_cast<LaneMask>(bits); }

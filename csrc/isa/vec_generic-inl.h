@@ -6,12 +6,13 @@ namespace {
 
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
+typedef uint32_t BitVec __attribute__((vector_size(16)));
 typedef IntVec LaneMask;
 
 constexpr int kLanes = 4;
 // 16 registers: 4 x 2 accumulators, 2 vectors of the right-hand side, one broadcast.
-constexpr int kTileVectors = 2;
-constexpr int kBlockRows = 4;
+constexpr int kWideTileVectors = 2;
+constexpr int kWideBlockRows = 4;
 
 INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
 INLINE Vec load(const float* p) {
@@ -31,7 +32,6 @@ INLINE Vec abs(Vec a) { return (Vec)((IntVec)a & 0x7fffffff); }
 INLINE LaneMask equal(Vec a, Vec b) { return a == b; }
 INLINE LaneMask greater(Vec a, Vec b) { return a > b; }
 INLINE Vec select(LaneMask m, Vec yes, Vec no) { return m ? yes : no; }
-INLINE bool any(LaneMask m) { return (m[0] | m[1] | m[2] | m[3]) != 0; }
 
 // Lane i of the mask is bit i of `bits`.
 INLINE LaneMask lanes_of(uint64_t bits) {
@@ -60,9 +60,10 @@ INLINE Vec round(Vec x) {
 }
 // x * 2^n for x in [0.5, 2]; 0 below the normal range, whatever x is.
 INLINE Vec scale_by_power(Vec x, Vec n) {
-  const Vec scaled = (Vec)((IntVec)x + (__builtin_convertvector(n, IntVec) << 23));
-  // A NaN exponent has no integer; it comes with a NaN x, which must stay.
-  return n < set1(-125.0f) ? set1(0.0f) : (n == n ? scaled : x);
+  // A NaN exponent converts to 0 or to 2^31, which the shift drops: a NaN x stays as it is.
+  const BitVec exponent =
+      (BitVec)__builtin_convertvector(max(set1(-127.0f), n), IntVec) << 23;
+  return n < set1(-125.0f) ? set1(0.0f) : (Vec)((BitVec)x + exponent);
 }
 
 }  // namespace

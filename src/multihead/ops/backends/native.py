@@ -19,7 +19,7 @@ from ..problem import ALiBi, Problem
 
 _native: ModuleType | None
 try:
-    from multihead import _native
+    import multihead._native as _native
 except ImportError as error:
     _native = None
     _MISSING = f"The native extension is not built: {error}."
@@ -29,7 +29,6 @@ else:
 NAME = "native"
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The order of the addresses in the extension's `statistics`; argmax is int64.
 _STATISTICS = (
     "lse",
