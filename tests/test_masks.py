@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ def meaning(mask: mh.Mask, start: int, queries: int, keys: int, sample: int, hea
                 columns = [j for j, other in enumerate(keys_of) if other == document]
                 from_last = mine[i:].count(document)
                 position[i] = columns[-from_last] if from_last <= len(columns) else -1
+    if any(isinstance(rule, mh.Positions) for rule in rules):
+        first = 0
     for i in range(queries):
         for j in range(keys):
             p, pos = position[i], place[j]
@@ -53,10 +56,12 @@ def meaning(mask: mh.Mask, start: int, queries: int, keys: int, sample: int, hea
                     seen = pos <= p
                 elif isinstance(rule, mh.Window):
                     left, right = of(rule.left, head), of(rule.right, head)
-                    seen = left is None or pos >= p - left or pos < first + rule.keep_first
+                    kept = rule.keep_first > 0 and pos < first + rule.keep_first
+                    seen = left is None or pos >= p - left or kept
                     seen = seen and (right is None or pos <= p + right)
                 elif isinstance(rule, mh.PrefixCausal):
-                    seen = pos <= p or pos < first + of(rule.length, sample)
+                    length = of(rule.length, sample)
+                    seen = pos <= p or (length > 0 and pos < first + length)
                 elif isinstance(rule, mh.KeyPadding):
                     seen = bool(rule.visible[sample, j])
                 elif isinstance(rule, mh.KeyLengths):
@@ -223,3 +228,71 @@ def test_intersection_is_flat_and_order_does_not_matter() -> None:
     backward = rules[3] & rules[2] & rules[1] & rules[0]
     assert torch.equal(forward.to_dense(9, 9), expected)
     assert torch.equal(backward.to_dense(9, 9), expected)
+
+
+def test_positions_below_the_padding_stay_causal() -> None:
+    """Left padding with restarted positions: no exemption where none was asked for."""
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1]]).bool()
+    position = torch.tensor([[0, 0, 0, 1, 2, 3]])
+    mask = mh.Causal() & mh.KeyPadding(padding) & mh.Positions(position, position)
+    expected = torch.tril(torch.ones(6, 6)).bool() & padding
+    assert torch.equal(mask.to_dense(6, 6)[0, 0, 2:], expected[2:])
+    negative = torch.tensor([-2, -1, 0])
+    below_zero = mh.Causal() & mh.Positions(negative, negative)
+    assert torch.equal(below_zero.to_dense(3, 3)[0, 0], torch.tril(torch.ones(3, 3)).bool())
+
+
+def test_numbers_beyond_32_bits_keep_their_meaning() -> None:
+    ids = torch.tensor([0, 2**32, 1, 2**32 + 1, 2**31, -(2**40)])
+    same = (ids[:, None] == ids) & (ids >= 0)[:, None]
+    assert torch.equal(mh.Documents(ids).to_dense(6, 6)[0, 0], same)
+    assert torch.equal(mh.Documents(ids, ids).to_dense(6, 6)[0, 0], same)
+    query, value = torch.zeros(1, 1, 4, 4), torch.eye(4)[None, None]
+    free = mh.attention(query, query, value)
+    far = torch.tensor([2**31])
+    for mask in (
+        mh.Window(2**31),
+        mh.Window(far),
+        mh.Window(None, sys.maxsize),
+        mh.Window(far, far),
+    ):
+        expected = mh.attention(query, query, value, mask=mh.Causal())
+        both_sides = mask.right != 0
+        out = mh.attention(query, query, value, mask=mask)
+        assert torch.equal(out, free if both_sides else expected)
+    kept = mh.Window(0, 0, keep_first=sys.maxsize) & mh.PrefixCausal(2**40)
+    assert kept.visible_pairs(4, 4) == 10
+    for refused in (mh.QueryStart(2**31), mh.Positions(torch.tensor([2**31] * 4), torch.arange(4))):
+        with pytest.raises(mh.MaskError, match=r"2\*\*30"):
+            mh.attention(query, query, value, mask=refused)
+
+
+def test_masks_that_come_twice() -> None:
+    one, other = (
+        mh.KeyLengths(torch.tensor([n]), query_lengths=torch.tensor([n - 2])) for n in (3, 4)
+    )
+    assert (one & other).visible_pairs(4, 4) == (other & one).visible_pairs(4, 4) == 3
+    positions = mh.Positions(torch.arange(4), torch.arange(4))
+    documents = mh.Documents(torch.tensor([0, 1]), torch.tensor([0, 0, 1, 1]))
+    assert torch.equal((positions & positions).to_dense(4, 4), positions.to_dense(4, 4))
+    assert torch.equal((documents & documents).to_dense(2, 4), documents.to_dense(2, 4))
+
+
+def test_counts_where_only_some_intervals_differ_by_head() -> None:
+    mask = mh.Window(torch.tensor([0, 1]), 0, keep_first=2)
+    assert mask.visible_pairs(4, 4) == int(mask.to_dense(4, 4).sum()) == 19
+
+
+def test_masks_of_nothing() -> None:
+    query, empty = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 0, 8)
+    padding = mh.KeyPadding(torch.ones(1, 0, dtype=torch.bool))
+    assert bool((mh.attention(query, empty, empty, mask=padding) == 0).all())
+    nobody = torch.zeros(0, 4, dtype=torch.long)
+    for mask in (
+        mh.KeyPadding(nobody.bool()),
+        mh.Documents(nobody, torch.arange(4)),
+        mh.Documents(nobody) & mh.Documents(nobody),
+        mh.PrefixCausal(nobody[:, 0]),
+    ):
+        assert mask.visible_pairs(4, 4) == 0
+        assert mh.attention(query[:0], query[:0], query[:0], mask=mask).shape == (0, 2, 4, 8)

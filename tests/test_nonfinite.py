@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -159,3 +161,50 @@ def test_entropy_of_known_rows(backend: str) -> None:
     sharp = torch.eye(8)[None, None, :4] * 1e4
     one_hot = mh.attention_with_stats(sharp, sharp, sharp, stats=("entropy",), backend=backend)
     assert bool((one_hot.entropy == 0).all())
+
+
+@pytest.mark.parametrize("least", [-3e38, torch.finfo(torch.float32).min])
+def test_huge_negative_logits(backend: str, least: float) -> None:
+    """What a finfo.min bias makes of a row: finite statistics, and finite gradients."""
+    query, key = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 10, 4)
+    everywhere = torch.full((1, 10), least)
+    for sinks in (None, torch.tensor([-torch.inf])):
+        result = mh.attention_with_stats(
+            query, key, key, bias=everywhere, sinks=sinks, stats=mh.STATISTICS, backend=backend
+        )
+        assert result.max_weight.item() == pytest.approx(0.1, abs=1e-6)
+        assert result.entropy.item() == pytest.approx(math.log(10), abs=1e-6)
+    drowned = mh.attention_with_stats(
+        query, key, key, bias=everywhere, sinks=torch.zeros(1), backend=backend
+    )
+    assert drowned.entropy.item() == 0
+    bias = torch.zeros(1, 10).masked_fill(torch.arange(10) > 2, least)
+    query.requires_grad_()
+    partly = mh.attention_with_stats(query, key, key, bias=bias, backend=backend)
+    assert partly.entropy.item() == pytest.approx(math.log(3), abs=1e-6)
+    (grad,) = torch.autograd.grad(5 * partly.entropy.sum(), query)
+    assert bool((grad == 0).all())
+
+
+@pytest.mark.parametrize("poison", ["sink", "infinite sink", "infinite logit", "bias"])
+def test_an_undefined_row_has_undefined_statistics(backend: str, poison: str) -> None:
+    query, key, value = draw(5)
+    options: dict[str, object] = {}
+    if poison in ("sink", "infinite sink"):
+        options["sinks"] = torch.tensor([NAN if poison == "sink" else torch.inf, 0.0])
+    elif poison == "bias":
+        options["bias"] = torch.zeros(1, 2, 1, 5)
+        options["bias"][0, 0, 0, 3] = NAN  # type: ignore[index]
+    else:
+        key[0, 0, 3] = torch.inf
+        query[0, 0] = query[0, 0].abs()
+    result = mh.attention_with_stats(
+        query, key, value, stats=mh.STATISTICS, backend=backend, **options
+    )
+    assert bool(result.out[0, 0].isnan().all())
+    for name in mh.STATISTICS:
+        if name == "argmax":
+            assert bool((result.argmax[0, 0] == -1).all())
+        else:
+            assert bool(result.stats[name][0, 0].isnan().all()), name
+            assert bool(result.stats[name][0, 1].isfinite().all()), name

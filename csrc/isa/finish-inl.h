@@ -57,9 +57,13 @@ INLINE void write_statistics(const ForwardArgs& a, int64_t index, const RowState
     double entropy = empty ? 0.0 : __builtin_log(l) - state.shifted[r] * kLn2 / l;
     if (has_sink && !empty) {
       // Of the whole softmax: the keys' share of it, and the sink as one more outcome.
-      const double keys = __builtin_exp(m - end.lse), s = __builtin_exp(sink - end.lse);
-      entropy = -(state.shifted[r] * kLn2 * keys + l * keys * (m - end.lse)) -
-                (s > 0 ? s * (sink - end.lse) : 0.0);
+      // Logits are taken from the largest outcome, not from lse, in which a large one drowns log l.
+      const double log_sum = __builtin_log(end.sum);
+      const double keys = end.key_share / end.sum;
+      const double s = __builtin_exp(sink - end.max) / end.sum;
+      entropy = -(s > 0 ? s * (sink - end.max - log_sum) : 0.0);
+      if (keys > 0)
+        entropy -= state.shifted[r] * kLn2 * keys + l * keys * (m - end.max - log_sum);
     }
     write(to.entropy, entropy > 0 ? entropy : 0.0);
   }
@@ -68,7 +72,7 @@ INLINE void write_statistics(const ForwardArgs& a, int64_t index, const RowState
     const double largest = makes_logits(a) ? state.max_product[r] * size_of_scale(a) : m;
     write(to.max_qk, empty ? -__builtin_inf() : largest);
   }
-  write(to.max_weight, empty ? 0.0 : __builtin_exp(m - end.lse));
+  write(to.max_weight, empty ? 0.0 : end.key_share / end.sum);
   write(to.mean_distance, empty ? 0.0 : state.distance[r] / l);
   write(to.sink_mass, empty ? 0.0 : state.first_key[r] / l);
   write(to.participation, empty ? 0.0 : l * l / state.squares[r]);

@@ -54,7 +54,8 @@ INLINE const int32_t* ranges_of(const ForwardArgs& a, int64_t b, int64_t h, int6
 NOINLINE void place_rows(const ForwardArgs& a, int64_t b, int64_t h, int64_t first_query,
                          TileRows& rows) {
   const Mask& mask = a.mask;
-  const int64_t first = value_at(mask.first, b);
+  // Explicit positions say themselves where a text begins.
+  const int64_t first = mask.key_positions.data ? 0 : value_at(mask.first, b);
   const int64_t left = value_at(mask.left, h), keep_first = value_at(mask.keep_first, h);
   const int64_t right = value_at(mask.right, h), prefix = value_at(mask.prefix, b);
   const int64_t query_end = mask.query_lengths ? mask.query_lengths[b] : a.query_length;

@@ -12,6 +12,9 @@ from .parts import MaskParts
 
 _Integer = int | Tensor
 
+# Kernels hold positions and distances in 32 bits; sums of two of these still fit.
+_FAR = 1 << 30
+
 
 class Lowering:
     """Gathers what the masks of one call contribute; `finish` merges it into MaskParts."""
@@ -39,7 +42,7 @@ class Lowering:
         self.dense: Tensor | None = None
 
     def limit_left(self, left: _Integer, keep_first: int) -> None:
-        self.lefts.append((self._per_head(left, "Window.left"), keep_first))
+        self.lefts.append((self._per_head(left, "Window.left"), min(keep_first, _FAR)))
 
     def limit_right(self, right: _Integer, prefix: _Integer = 0) -> None:
         prefix = self._per_batch(prefix, "PrefixCausal.length")
@@ -68,6 +71,7 @@ class Lowering:
         self.dense = visible if self.dense is None else self.dense & visible
 
     def match_ids(self, query_ids: Tensor, key_ids: Tensor | None) -> None:
+        query_ids, key_ids = _small_ids(query_ids, key_ids)
         query = self._two_dims(query_ids, self.query_length, "Documents.query_ids", "query")
         if key_ids is None:
             if self.query_length != self.key_length:
@@ -89,13 +93,16 @@ class Lowering:
         else:
             rows = self._vector(query_lengths, self.batch, "KeyLengths.query_lengths", "batch")
             self._set_frame("KeyLengths", lengths - rows)
-            self.query_lengths = rows
-        self.key_lengths = lengths
+            self.query_lengths = _smaller(self.query_lengths, rows)
+        self.key_lengths = _smaller(self.key_lengths, lengths)
 
     def set_start(self, start: _Integer, name: str) -> None:
+        _check_far(start, name)
         self._set_frame(name, self._per_batch(start, name))
 
     def set_positions(self, query: Tensor, key: Tensor) -> None:
+        _check_far(query, "Positions.query")
+        _check_far(key, "Positions.key")
         query = self._two_dims(query, self.query_length, "Positions.query", "query")
         key = self._two_dims(key, self.key_length, "Positions.key", "key")
         self._set_frame("Positions", (query, key))
@@ -111,7 +118,7 @@ class Lowering:
             else:
                 start = frame
         first: _Integer = 0
-        if self.key_visible is not None:
+        if self.key_visible is not None and self.key_length > 0:
             first = self.key_visible.to(torch.uint8).argmax(-1).to(torch.int32)
         ids = self.ids or (None, None)
         lefts, rights = _tightest_lefts(self.lefts), _tightest_rights(self.rights)
@@ -182,17 +189,18 @@ class Lowering:
     def _per_batch(self, value: _Integer, name: str) -> _Integer:
         if isinstance(value, Tensor):
             return self._vector(value, self.batch, name, "batch")
-        return value
+        return max(-_FAR, min(value, _FAR))
 
     def _per_head(self, value: _Integer, name: str) -> _Integer:
         if isinstance(value, Tensor):
             return self._vector(value, self.heads, name, "number of heads")
-        return value
+        return max(-_FAR, min(value, _FAR))
 
     def _vector(self, value: Tensor, size: int | None, name: str, what: str) -> Tensor:
         if size is not None and value.shape[0] != size:
             raise MaskError(f"{name} has {value.shape[0]} entries, but the {what} is {size}.")
-        return self._same_device(value, name).to(torch.int32).contiguous()
+        value = self._same_device(value, name).clamp(-_FAR, _FAR)
+        return value.to(torch.int32).contiguous()
 
     def _two_dims(self, value: Tensor, length: int, name: str, what: str) -> Tensor:
         value = value[None] if value.ndim == 1 else value
@@ -216,11 +224,53 @@ class Lowering:
 def _same_frame(
     one: _Integer | tuple[Tensor, Tensor | None], other: _Integer | tuple[Tensor, Tensor | None]
 ) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return all(
+            mine is yours or (mine is not None and yours is not None and torch.equal(mine, yours))
+            for mine, yours in zip(one, other, strict=True)
+        )
     if isinstance(one, tuple) or isinstance(other, tuple):
-        return one is other
+        return False
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other or bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
     return one == other
+
+
+def _smaller(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else torch.minimum(one, other)
+
+
+def _check_far(value: _Integer, name: str) -> None:
+    """Refuse positions that 32 bits can't hold; tensors are read in eager mode on the CPU only."""
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or not value.numel():
+            return
+        farthest = max(abs(int(value.min())), abs(int(value.max())))
+    else:
+        farthest = abs(value)
+    if farthest > _FAR:
+        raise MaskError(f"{name} must lie between -2**30 and 2**30; got {farthest} in magnitude.")
+
+
+def _small_ids(query_ids: Tensor, key_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Ids that fit 32 bits and are equal, or negative, where the given ones are."""
+    every = [ids for ids in (query_ids, key_ids) if ids is not None and ids.numel()]
+    if torch.compiler.is_compiling() or not every or every[0].device.type != "cpu":
+        return query_ids, key_ids
+    if max(int(ids.abs().max()) for ids in every) <= _FAR:
+        return query_ids, key_ids
+    given = torch.cat([ids.flatten().long() for ids in every])
+    numbers = torch.unique(given, return_inverse=True)[1].masked_fill(given < 0, -1)
+    sizes = [ids.numel() for ids in every]
+    renumbered = iter(
+        part.view(ids.shape) for part, ids in zip(numbers.split(sizes), every, strict=True)
+    )
+    query_ids = next(renumbered) if query_ids.numel() else query_ids
+    if key_ids is not None and key_ids.numel():
+        key_ids = next(renumbered)
+    return query_ids, key_ids
 
 
 def _tightest_lefts(lefts: list[tuple[_Integer, int]]) -> list[tuple[_Integer, int]]:
@@ -288,7 +338,7 @@ def _last_to_last(query_ids: Tensor, key_ids: Tensor) -> Tensor:
 
     A query beyond its document's keys stands before column 0.
     """
-    batch = max(query_ids.shape[0], key_ids.shape[0])
+    (batch,) = torch.broadcast_shapes(query_ids.shape[:1], key_ids.shape[:1])
     query_ids = query_ids.expand(batch, -1).contiguous()
     key_ids = key_ids.expand(batch, -1).contiguous()
     sorted_queries, query_order = torch.sort(query_ids, dim=-1, stable=True)
@@ -305,13 +355,14 @@ def _last_to_last(query_ids: Tensor, key_ids: Tensor) -> Tensor:
 
 def _joint_ids(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Ids that are equal exactly where both pairs of ids are; negative where either is."""
-    batch = max(ids.shape[0] for ids in (*one, *other))
+    (batch,) = torch.broadcast_shapes(*(ids.shape[:1] for ids in (*one, *other)))
     both = [
         torch.stack((a.expand(batch, -1), b.expand(batch, -1)), dim=-1)
         for a, b in zip(one, other, strict=True)
     ]
     pairs = torch.cat(both, dim=1).reshape(-1, 2)
     numbers = torch.unique(pairs, dim=0, return_inverse=True)[1]
-    numbers = torch.where((pairs < 0).any(-1), -1, numbers).reshape(batch, -1).to(torch.int32)
-    query_length = one[0].shape[1]
+    numbers = torch.where((pairs < 0).any(-1), -1, numbers).to(torch.int32)
+    query_length, key_length = one[0].shape[1], one[1].shape[1]
+    numbers = numbers.reshape(batch, query_length + key_length)
     return numbers[:, :query_length].contiguous(), numbers[:, query_length:].contiguous()

@@ -5,6 +5,7 @@ Shape suffixes: b batch, h head, q query row, k key column, r range.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,12 @@ class MaskParts:
     * `dense[b, h, i, j]`
 
     where `p` is `query_positions[b, i]` or `start + i`, `pos` is `key_positions[b, j]` or j, and
-    a part that is None asks for nothing. Integers are Python ints or int32 tensors: `start`,
-    `first`, `prefix` [B], `left`, `right` [H], lengths [B], ids and positions [B|1, L], ranges
-    [B|1, H|1, Lq, R, 2], disjoint and ascending. `key_visible` is bool [B|1, Lk], `dense` bool
-    [B|1, H|1, Lq|1, Lk|1].
+    a part that is None asks for nothing; so do `keep_first` and `prefix` where they are 0. With
+    `key_positions` they let in keys by position alone: `first` counts as 0.
+
+    Integers are Python ints or int32 tensors: `start`, `first`, `prefix` [B], `left`, `right` [H],
+    lengths [B], ids and positions [B|1, L], ranges [B|1, H|1, Lq, R, 2], disjoint and ascending.
+    `key_visible` is bool [B|1, Lk], `dense` bool [B|1, H|1, Lq|1, Lk|1].
     """
 
     query_length: int
@@ -112,7 +115,9 @@ class MaskParts:
         if self.right is not None:
             reach_bhq = position_bhq + _shaped(self.right, 1, -1, 1) + 1
             if isinstance(self.prefix, Tensor) or self.prefix > 0:
-                reach_bhq = reach_bhq.clamp(min=first + _shaped(self.prefix, -1, 1, 1))
+                prefix = torch.as_tensor(_shaped(self.prefix, -1, 1, 1), device=self.device)
+                prefix_end = torch.where(prefix > 0, first + prefix, 0)
+                reach_bhq = torch.maximum(reach_bhq, prefix_end)
             end_bhq = torch.minimum(end_bhq, reach_bhq)
         if self.left is None:
             return [(begin_bhq, end_bhq)]
@@ -170,14 +175,16 @@ class MaskParts:
                 for begin, stop in zip(blocks, stops, strict=True)
             )
         total = 0
-        for begin_bhq, end_bhq in self.intervals(rows):
+        bounds = itertools.chain.from_iterable(self.intervals(rows))
+        ends = iter(torch.broadcast_tensors(*bounds))
+        for begin_bhq, end_bhq in zip(ends, ends, strict=True):
             begin_bhq = begin_bhq.clamp(max=self.key_length)
             end_bhq = torch.maximum(begin_bhq, end_bhq)
             if self.key_visible is None:
                 total += int((end_bhq - begin_bhq).sum())
                 continue
             before_bk = torch.nn.functional.pad(self.key_visible.long().cumsum(-1), (1, 0))
-            batch = max(before_bk.shape[0], end_bhq.shape[0])
+            (batch,) = torch.broadcast_shapes(before_bk.shape[:1], end_bhq.shape[:1])
             before = before_bk[:, None, :].expand(batch, end_bhq.shape[1], -1)
             total += int(before.gather(-1, end_bhq.expand(batch, -1, -1)).sum())
             total -= int(before.gather(-1, begin_bhq.expand(batch, end_bhq.shape[1], -1)).sum())
@@ -186,15 +193,16 @@ class MaskParts:
     def _visible_by_position(self, rows: slice, columns: slice) -> Tensor:
         position_q = self.query_position(rows)[..., None]
         position_k = self.key_position(columns)
-        first = _shaped(self.first, -1, 1, 1, 1)
         visible = torch.ones_like(position_q == position_k)
         if self.left is not None:
             near = position_k >= position_q - _shaped(self.left, 1, -1, 1, 1)
-            visible = visible & (near | (position_k < first + self.keep_first))
+            if self.keep_first > 0:
+                near = near | (position_k < self.keep_first)
+            visible = visible & near
         if self.right is not None:
             near = position_k <= position_q + _shaped(self.right, 1, -1, 1, 1)
-            prefix_end = first + _shaped(self.prefix, -1, 1, 1, 1)
-            visible = visible & (near | (position_k < prefix_end))
+            prefix = torch.as_tensor(_shaped(self.prefix, -1, 1, 1, 1), device=self.device)
+            visible = visible & (near | ((position_k < prefix) & (prefix > 0)))
         return visible
 
 

@@ -261,7 +261,7 @@ class Positions(Mask):
     """Hides nothing; sets the frame by explicit integer positions, [L] or [B, L].
 
     For rolling caches, zigzag order and packed restarts. Rules then compare these positions;
-    `keep_first` and prefixes let in keys by position, not by column.
+    `keep_first` and prefixes let in the keys whose position is below them, wherever they stand.
     """
 
     query: Tensor

@@ -160,6 +160,8 @@ def _seen_by_all(call: Logits, rows: slice) -> tuple[int, int]:
         intervals = parts.intervals(rows)
         if len(intervals) == 1:
             begin_bhq, end_bhq = intervals[0]
+            if not begin_bhq.numel() or not end_bhq.numel():
+                return 0, 0
             return int(begin_bhq.max()), int(end_bhq.min())
     return 0, 0
 

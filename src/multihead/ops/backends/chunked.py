@@ -85,7 +85,7 @@ def _softmax(problem: Problem, block: Rectangle) -> _Softmax:
     keys_total = mass.sum(-1)
 
     # The sink joins at the row's end, in the maximum and in the sum.
-    moment = (mass * shifted).sum(-1)
+    moment = (mass * shifted).masked_fill(mass == 0, 0).sum(-1)
     peak, total, rescale = keys_peak, keys_total, torch.ones_like(keys_total)
     if problem.sinks is not None:
         sinks = problem.sinks.to(problem.compute_dtype)[:, None]
@@ -95,7 +95,7 @@ def _softmax(problem: Problem, block: Rectangle) -> _Softmax:
         rescale = raised.exp().masked_fill(nothing, 0)
         sink_mass = below.exp().masked_fill(sinks == -torch.inf, 0)
         total = rescale * keys_total + sink_mass
-        moment = rescale * (moment + raised * keys_total)
+        moment = rescale * moment + (rescale * raised).masked_fill(rescale == 0, 0) * keys_total
         moment = moment + (sink_mass * below).masked_fill(sink_mass == 0, 0)
     empty = peak == -torch.inf
     total = total.masked_fill(empty, 1)
@@ -130,7 +130,8 @@ def _statistics(problem: Problem, block: _Softmax) -> dict[str, Tensor]:
             qk = qk.masked_fill(~visible, -torch.inf)
         stats["max_qk"] = qk.amax(-1) if qk.shape[-1] else block.keys_peak
     if "max_weight" in problem.stats:
-        stats["max_weight"] = (block.keys_peak - block.lse).exp().masked_fill(nothing, 0)
+        weight = block.keys_below_peak.exp() / block.total
+        stats["max_weight"] = weight.masked_fill(nothing, 0)
     if "argmax" in problem.stats:
         stats["argmax"] = _argmax(block)
     if "mean_distance" in problem.stats:
@@ -144,7 +145,11 @@ def _statistics(problem: Problem, block: _Softmax) -> dict[str, Tensor]:
     if "participation" in problem.stats:
         squares = (block.mass * block.mass).sum(-1).masked_fill(nothing, 1)
         stats["participation"] = block.keys_total * block.keys_total / squares
-    return stats
+    undefined = block.total.isnan()
+    return {
+        name: statistic.masked_fill(undefined, -1 if name == "argmax" else torch.nan)
+        for name, statistic in stats.items()
+    }
 
 
 def _argmax(block: _Softmax) -> Tensor:
@@ -155,7 +160,7 @@ def _argmax(block: _Softmax) -> Tensor:
     if block.rectangle.visible is not None:
         at_peak = at_peak & block.rectangle.visible
     column: Tensor = at_peak.to(torch.uint8).argmax(-1) + block.rectangle.columns.start
-    return column.masked_fill(~block.keys_peak.isfinite(), -1)
+    return column.masked_fill(block.keys_peak == -torch.inf, -1)
 
 
 def _weigh(weights: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
@@ -254,6 +259,7 @@ def backward(problem: Problem, given: Cotangents) -> tuple[Tensor | None, ...]:
         if slope is not None:
             # y + H is the logit less its mean; so written, large logits do not cancel.
             centered = block.shifted + (block.keys_below_peak - block.mean)[..., None]
+            centered = centered.masked_fill(block.weights == 0, 0)
             grad_weights = grad_weights - slope[..., None] * centered
         grad_logits = cells.hide(block.weights * (grad_weights + row_term[..., None]))
         if given.max_logit is not None and grad_logits.shape[-1]:

@@ -61,16 +61,18 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
 
     weights = exponentials[..., :-1] / divisor[..., None]
     out = _matmul_visible(weights, value, visible)
+    possible_shifted = shifted.masked_fill(exponentials == 0, 0)
     stats = {
         "lse": (peak[..., 0] + divisor.log()).masked_fill(empty, -torch.inf),
-        "entropy": divisor.log() - (exponentials * shifted).sum(-1) / divisor,
+        "entropy": divisor.log() - (exponentials * possible_shifted).sum(-1) / divisor,
+        "max_weight": weights.detach().amax(-1) if problem.key_length else torch.zeros_like(total),
     }
     stats |= _key_statistics(problem, qk, scores, visible, distance)
-    if "max_weight" in problem.stats:
-        keys_peak = stats["max_logit"].detach()
-        stats["max_weight"] = (keys_peak - stats["lse"].detach()).exp()
-        stats["max_weight"] = stats["max_weight"].masked_fill(keys_peak == -torch.inf, 0)
-    return out.to(problem.query.dtype), {name: stats[name] for name in problem.stats}
+    undefined = total.isnan()
+    return out.to(problem.query.dtype), {
+        name: stats[name].masked_fill(undefined, -1 if name == "argmax" else torch.nan)
+        for name in problem.stats
+    }
 
 
 def _key_statistics(
@@ -81,9 +83,9 @@ def _key_statistics(
     scores = torch.cat((scores, hidden_column), dim=-1)
     largest = scores.detach().amax(-1)
     argmax = (scores == largest[..., None]).to(torch.uint8).argmax(-1)
-    nothing, undefined = largest == -torch.inf, largest.isnan()
+    nothing = largest == -torch.inf
     # By index, so that of several equal maxima the first alone receives the gradient.
-    max_logit = scores.gather(-1, argmax[..., None])[..., 0].where(~undefined, largest)
+    max_logit = scores.gather(-1, argmax[..., None])[..., 0]
 
     with torch.no_grad():
         peak = largest.masked_fill(nothing, 0)[..., None]
@@ -98,7 +100,7 @@ def _key_statistics(
         return {
             "max_logit": max_logit,
             "max_qk": qk.amax(-1),
-            "argmax": argmax.masked_fill(nothing | undefined, -1),
+            "argmax": argmax.masked_fill(nothing, -1),
             "mean_distance": (mass * distance).sum(-1) / divisor,
             "sink_mass": (mass * (column_k == first_column)).sum(-1) / divisor,
             "participation": total * total / squares.masked_fill(nothing, 1),
