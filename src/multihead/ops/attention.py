@@ -64,21 +64,9 @@ def attention(
 
     Source: Vaswani et al. 2017, equation 1; softcap: Gemma 2; sinks: gpt-oss.
     """
-    if isinstance(query, np.ndarray):
-        query, key, value, mask, bias, sinks = _from_numpy(query, key, value, mask, bias, sinks)
-        out = attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            backend=backend,
-        )
-        return out.numpy()
+    is_array = isinstance(query, np.ndarray)
+    if is_array:
+        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
     problem = describe(
         query,
         key,
@@ -90,7 +78,8 @@ def attention(
         sinks=sinks,
         dropout_p=dropout_p,
     )
-    return _run(problem, backend)[0]
+    out: Any = _run(problem, backend)[0]
+    return out.numpy() if is_array else out
 
 
 def attention_with_stats(
@@ -126,23 +115,9 @@ def attention_with_stats(
     Source: Dao et al. 2022 for lse; Zhai et al. 2023 for entropy; Kimi K2 2025 for max_qk.
     """
     names: tuple[str, ...] = checked_stats(stats)
-    if isinstance(query, np.ndarray):
-        query, key, value, mask, bias, sinks = _from_numpy(query, key, value, mask, bias, sinks)
-        result = attention_with_stats(
-            query,
-            key,
-            value,
-            stats=names,
-            mask=mask,
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            backend=backend,
-        )
-        arrays = {name: statistic.numpy() for name, statistic in result.stats.items()}
-        return replace(result, out=result.out.numpy(), stats=arrays)
+    is_array = isinstance(query, np.ndarray)
+    if is_array:
+        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
     problem = describe(
         query,
         key,
@@ -158,8 +133,8 @@ def attention_with_stats(
     out, computed = _run(problem, backend)
     call = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap}
     return AttentionResult(
-        out=out,
-        stats={name: computed[name] for name in names},
+        out=out.numpy() if is_array else out,
+        stats={name: computed[name].numpy() if is_array else computed[name] for name in names},
         _call={"query": problem.query, "key": problem.key, "lse": computed["lse"], **call},
     )
 
@@ -214,7 +189,7 @@ def explain(
     what they would raise for bad arguments, but not where a named backend can't serve.
     """
     if isinstance(query, np.ndarray):
-        query, key, value, mask, bias, sinks = _from_numpy(query, key, value, mask, bias, sinks)
+        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
     problem = describe(
         query,
         key,
@@ -285,6 +260,6 @@ def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     return out, stats
 
 
-def _from_numpy(*arrays: Any) -> tuple[Any, ...]:
+def _tensors(*arrays: Any) -> tuple[Any, ...]:
     """NumPy arrays as tensors that share their memory; anything else as it is."""
     return tuple(torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in arrays)
