@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -78,8 +78,8 @@ def attention(
         sinks=sinks,
         dropout_p=dropout_p,
     )
-    out: Any = _run(problem, backend)[0]
-    return out.numpy() if is_array else out
+    out, _ = _run(problem, backend)
+    return cast(T, out.numpy() if is_array else out)
 
 
 def attention_with_stats(
