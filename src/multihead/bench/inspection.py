@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from multihead.bench.fresh import Usage, run_fresh
@@ -19,17 +20,29 @@ class Contestant:
     what: str
     arguments: tuple[str, ...]
     runs: int
+    page: Path | None = None
 
 
-def contestants(tokens: int = TOKENS) -> tuple[Contestant, ...]:
-    """Ours first. All load the same model in float32 and read the same tokens."""
+def contestants(page: Path, tokens: int = TOKENS) -> tuple[Contestant, ...]:
+    """Ours first. All load the same model in float32 and read the same tokens.
+
+    `page` is where the one that writes the report may put it.
+    """
     rivals = ("-m", "multihead.bench.rivals")
+    inspect = ("-m", "multihead", "inspect", "--max-tokens", str(tokens), "--json")
     return (
         Contestant(
             "multihead",
             f"`multihead inspect --max-tokens {tokens}`: every statistic of every head",
-            ("-m", "multihead", "inspect", "--max-tokens", str(tokens), "--json"),
+            inspect,
             3,
+        ),
+        Contestant(
+            "multihead --report",
+            "the same with `--report`: maps, sinks and what every key receives, in one page",
+            (*inspect, "--report", str(page)),
+            3,
+            page,
         ),
         Contestant(
             "sdpa",
@@ -53,7 +66,10 @@ def measure(contestant: Contestant, *, threads: int) -> dict[str, Any]:
         MultiheadError: it failed.
     """
     usages = [run_fresh(contestant.arguments, threads=threads) for _ in range(contestant.runs)]
-    return {"name": contestant.name, "what": contestant.what, **_summary(usages)}
+    entry = {"name": contestant.name, "what": contestant.what, **_summary(usages)}
+    if contestant.page is not None:
+        entry["page_bytes"] = contestant.page.stat().st_size
+    return entry
 
 
 def _summary(usages: list[Usage]) -> dict[str, Any]:
