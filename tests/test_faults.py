@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from cases import CASES
 from checks import check_forward, check_gradients
 from close import assert_close
 from multihead.ops import dispatch
-from multihead.ops.backends import chunked
+from multihead.ops.backends import chunked, native
 from multihead.ops.problem import Problem
+from requires import require
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -176,6 +178,53 @@ def test_the_table_catches_a_bias_gradient_that_is_not_summed(
     broadcast = next(case for case in CASES if case.name == "bias over keys")
     with pytest.raises(AssertionError, match="gradient of bias"):
         check_gradients(broadcast, torch.float32, "chunked")
+
+
+def average_the_group(grad: Tensor, problem: Problem) -> Tensor:
+    batch, _, keys, width = grad.shape
+    return grad.view(batch, problem.kv_heads, problem.group, keys, width).mean(2)
+
+
+GRADIENT_FAULTS = {
+    "the heads of a group averaged": ("_group_sum", average_the_group, "grouped"),
+    "no gradient of the sinks": (
+        "_sink_gradient",
+        lambda problem, *_: torch.zeros_like(problem.sinks),
+        "sinks",
+    ),
+    "the maximum's gradient on the first key": (
+        "_argmax",
+        lambda block: torch.full_like(block.keys_peak, 0, dtype=torch.int64),
+        "plain",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+def test_the_table_catches_in_gradients(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, wrong, name = GRADIENT_FAULTS[fault]
+    case = next(case for case in CASES if case.name == name)
+    stats = ("lse", "entropy", "max_logit")
+    check_gradients(case, torch.float32, "chunked", stats)
+    monkeypatch.setattr(chunked, function, wrong)
+    with pytest.raises(AssertionError, match="gradient of"):
+        check_gradients(case, torch.float32, "chunked", stats)
+
+
+def test_the_table_catches_a_wrong_number_handed_to_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require("native")
+    right = native._closed_mask
+
+    def shifted(start: int, first: int, left: Any, right_bound: Any, *others: int) -> object:
+        return right(start, first, left, right_bound and right_bound + 1, *others)
+
+    window = next(case for case in CASES if case.name == "window")
+    check_forward(window, torch.float32, "native")
+    monkeypatch.setattr(native, "_closed_mask", shifted)
+    with pytest.raises(AssertionError):
+        check_forward(window, torch.float32, "native")
 
 
 def test_close_can_fail() -> None:

@@ -53,9 +53,10 @@ def random_rules(seed: int, batch: int, heads: int, queries: int, keys: int) -> 
         return torch.rand(shape, generator=draw) < pick.choice([0.1, 0.6, 0.95])
 
     sides = [None, 0, 3, ints(0, keys, heads)]
-    cached = ints(queries, keys, batch) if queries <= keys else torch.zeros(batch).int()
-    kept, shown = ints(0, keys, batch), ints(0, queries, batch)
+    kept, shown = ints(0, keys - 1, batch), ints(0, queries - 1, batch)
     twice = [mh.KeyLengths(kept + 1, shown + 1), mh.KeyLengths(kept, shown)]
+    twice = twice if queries and keys else []
+    cached = ints(queries, keys, batch) if queries <= keys else torch.zeros(batch).int()
     places = mh.Positions(ints(-4, keys, batch, queries), ints(-4, keys, batch, keys))
     start = mh.QueryStart(ints(-4, keys + 4, batch))
     frames = [[], [start], [mh.KeyLengths(cached)], twice, [places]]

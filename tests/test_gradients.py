@@ -69,6 +69,11 @@ def test_reference_has_second_derivatives_and_transforms() -> None:
 
     assert torch.autograd.gradgradcheck(call, inputs)
     assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
+    together = torch.stack([x.detach() for x in inputs])
+    mapped = torch.func.vmap(call)(together, together.flip(0), together)
+    for i in range(3):
+        alone = call(together[i], together.flip(0)[i], together[i])
+        torch.testing.assert_close(mapped[i], alone, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked"])

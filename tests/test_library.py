@@ -130,3 +130,19 @@ def test_fake_and_meta_tensors_get_shapes_without_work() -> None:
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(2, 3, 5, 4)
         assert mh.attention(fake, fake, fake).shape == (2, 3, 5, 4)
+
+
+def test_real_tensors_under_a_fake_mode_or_a_tracer() -> None:
+    """No pointer is taken while something else watches the operators."""
+    query = torch.randn(1, 2, 5, 4)
+    expected = mh.attention(query, query, query, mask=mh.Causal())
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert mh.attention(query, query, query).shape == query.shape
+
+    def call(x: Tensor) -> Tensor:
+        return mh.attention(x, x, x, mask=mh.Causal())
+
+    graph = torch.fx.experimental.proxy_tensor.make_fx(call)(query)
+    assert torch.equal(graph(query), expected)
+    with pytest.raises(mh.BackendError, match=r"torch\.export"):
+        torch.jit.trace(call, query)

@@ -200,6 +200,10 @@ def test_what_a_mask_refuses(make: object, error: type[Exception], words: str) -
         (mh.KeyPadding(torch.ones(2, 7, dtype=torch.bool)), "covers 7 positions, but key has 5"),
         (mh.Documents(torch.arange(3)), "key_ids"),
         (mh.QueryStart(torch.tensor([1, 2, 3])), "the batch is 2"),
+        (mh.Window(torch.tensor([-1])), "Window.left must be at least 0; got -1"),
+        (mh.PrefixCausal(torch.tensor([2, -1])), "PrefixCausal.length must be at least 0"),
+        (mh.KeyLengths(torch.tensor([5, 9]), torch.tensor([3, 3])), "between 0 and the 5 keys"),
+        (mh.KeyLengths(torch.tensor([5, 5]), torch.tensor([4, 3])), "between 0 and the 3 queries"),
     ],
 )
 def test_what_does_not_fit_the_call(mask: mh.Mask, words: str) -> None:

@@ -87,6 +87,10 @@ def test_dtypes_and_devices_that_are_refused() -> None:
         mh.attention(QUERY, KEY.to("meta"), KEY)
     with pytest.raises(mh.DeviceError, match="meta"):
         mh.attention(QUERY, KEY, KEY, mask=torch.ones(3, 5, dtype=torch.bool, device="meta"))
+    with pytest.raises(mh.ArgumentError, match="to_dense"):
+        mh.attention(QUERY.to_sparse(), KEY, KEY)
+    with pytest.raises(mh.ArgumentError, match="got None"):
+        mh.attention_with_stats(QUERY, KEY, KEY, stats=None)  # type: ignore[arg-type]
     with pytest.raises(mh.ArgumentError, match="lse, entropy"):
         mh.attention_with_stats(QUERY, KEY, KEY, stats=("variance",))
 
@@ -167,12 +171,33 @@ def test_half_precision_does_not_overflow() -> None:
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=1e-3)
 
 
-def test_autocast_casts_query_key_and_value_first() -> None:
-    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4).bfloat16()
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+def test_autocast_casts_the_inputs_and_nothing_else(backend: str) -> None:
+    """Scores, softmax and sums stay in float32, in the gradient too; float64 is left alone."""
+    draw = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, 2, n, 16, generator=draw) for n in (9, 33, 33))
+    half = [x.bfloat16() for x in (query, key, value)]
+    options: dict[str, object] = {"scale": 1.0, "mask": mh.Causal(), "backend": backend}
+    expected = mh.attention_with_stats(*half, stats=mh.STATISTICS, **options)
+    leaves = [x.clone().requires_grad_() for x in half]
+    mh.attention(*leaves, **options).float().square().sum().backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = mh.attention(query, key, key)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, mh.attention(query.bfloat16(), key, key))
+        result = mh.attention_with_stats(query, key, value, stats=mh.STATISTICS, **options)
+        weights = result.weights(slice(None), slice(None))
+        pooled = mh.attention_map(*half[:2], result.lse, scale=1.0, mask=mh.Causal(), bins=4)
+        inside = [x.clone().requires_grad_() for x in half]
+        loss = mh.attention(*inside, **options).float().square().sum()
+        exact = mh.attention(query.double(), key.double(), value.double(), **options)
+    loss.backward()
+    assert result.out.dtype == torch.bfloat16
+    assert exact.dtype == torch.float64
+    assert torch.equal(result.out, expected.out)
+    for name in mh.STATISTICS:
+        assert torch.equal(result.stats[name], expected.stats[name]), name
+    for sums in (weights.sum(-1), pooled.nansum(-1)):
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-5)
+    for got, want in zip(inside, leaves, strict=True):
+        assert torch.equal(got.grad, want.grad)
 
 
 def test_numpy_in_numpy_out() -> None:
@@ -185,6 +210,47 @@ def test_numpy_in_numpy_out() -> None:
     result = mh.attention_with_stats(query, key, value, mask=mh.Causal())
     assert isinstance(result.entropy, np.ndarray)
     assert isinstance(result.weights([0], slice(None)), np.ndarray)
+
+
+def test_numpy_arrays_of_any_stride() -> None:
+    draw = np.random.default_rng(1)
+    values = draw.standard_normal((1, 2, 5, 4)).astype("f4")
+    expected = mh.attention(values[:, :, ::-1].copy(), values, values)
+    assert np.array_equal(mh.attention(values[:, :, ::-1], values, values), expected)
+    fixed = np.broadcast_to(values[:, :1], values.shape)
+    assert np.array_equal(mh.attention(fixed, fixed, fixed), mh.attention(*[fixed.copy()] * 3))
+    shown = np.array([[True, True, False, True, True]])
+    padded = mh.attention(values, values, values, mask=mh.KeyPadding(shown))
+    assert np.array_equal(padded, mh.attention(values, values, values, mask=shown[None, None]))
+
+
+def test_lazily_negated_inputs() -> None:
+    draw = torch.Generator().manual_seed(5)
+    query, key, bias = (torch.randn(1, 2, 5, n, generator=draw) for n in (4, 4, 5))
+    negated = torch._neg_view(query)
+    out = mh.attention(negated, key, key, bias=torch._neg_view(bias), sinks=-bias[0, :, 0, 0])
+    expected = mh.attention(-query, key, key, bias=-bias, sinks=-bias[0, :, 0, 0])
+    assert torch.equal(out, expected)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    query = torch.randn(1, 2, 5, 4)
+    expected = mh.attention_with_stats(query, query, query, mask=mh.Causal())
+    with torch.device("meta"):
+        result = mh.attention_with_stats(query, query, query, mask=mh.Causal())
+    assert torch.equal(result.out, expected.out)
+    assert torch.equal(result.lse, expected.lse)
+
+
+def test_explain_counts_what_a_bias_hides_once_a_head() -> None:
+    query = torch.randn(1, 8, 100, 4)
+    plain = mh.explain(query, query, query)
+    assert plain.cost.exponentials == 8 * 100 * 100
+    assert mh.explain(query, query, query, bias=torch.zeros(1, 8, 100, 100)).cost == plain.cost
+    half = torch.zeros(1, 1, 1, 100).masked_fill(torch.arange(100) < 50, -torch.inf)
+    assert mh.explain(query, query, query, bias=half).cost.exponentials == 8 * 100 * 50
+    with pytest.raises(mh.ArgumentError, match="meta"):
+        mh.explain(*(torch.empty(1, 1, 3, 4, device="meta") for _ in range(3)))
 
 
 def test_explain_counts_and_gives_reasons() -> None:
@@ -207,3 +273,6 @@ def test_a_result_names_what_was_not_asked_for() -> None:
     with pytest.raises(AttributeError, match="'entropy' was not asked for"):
         _ = result.entropy
     assert list(result.stats) == ["lse"]
+    with pytest.raises(AttributeError, match="no attribute 'entrophy'"):
+        _ = result.entrophy
+    assert repr(result) == "AttentionResult(out=[2, 4, 3, 8], stats=['lse'])"

@@ -42,9 +42,12 @@ class Lowering:
         self.dense: Tensor | None = None
 
     def limit_left(self, left: _Integer, keep_first: int) -> None:
+        _check_range(left, "Window.left", 0)
         self.lefts.append((self._per_head(left, "Window.left"), min(keep_first, _FAR)))
 
     def limit_right(self, right: _Integer, prefix: _Integer = 0) -> None:
+        _check_range(right, "Window.right", 0)
+        _check_range(prefix, "PrefixCausal.length", 0)
         prefix = self._per_batch(prefix, "PrefixCausal.length")
         self.rights.append((self._per_head(right, "Window.right"), prefix))
 
@@ -87,22 +90,24 @@ class Lowering:
 
     def bound_lengths(self, lengths: Tensor, query_lengths: Tensor | None) -> None:
         lengths = self._vector(lengths, self.batch, "KeyLengths.lengths", "batch")
+        _check_range(lengths, "KeyLengths.lengths", 0, self.key_length, "keys")
         if query_lengths is None:
-            self._check_lengths(lengths)
+            self._check_newest(lengths)
             self._set_frame("KeyLengths", lengths - self.query_length)
         else:
             rows = self._vector(query_lengths, self.batch, "KeyLengths.query_lengths", "batch")
+            _check_range(rows, "KeyLengths.query_lengths", 0, self.query_length, "queries")
             self._set_frame("KeyLengths", lengths - rows)
             self.query_lengths = _smaller(self.query_lengths, rows)
         self.key_lengths = _smaller(self.key_lengths, lengths)
 
     def set_start(self, start: _Integer, name: str) -> None:
-        _check_far(start, name)
+        _check_range(start, name, -_FAR, _FAR)
         self._set_frame(name, self._per_batch(start, name))
 
     def set_positions(self, query: Tensor, key: Tensor) -> None:
-        _check_far(query, "Positions.query")
-        _check_far(key, "Positions.key")
+        _check_range(query, "Positions.query", -_FAR, _FAR)
+        _check_range(key, "Positions.key", -_FAR, _FAR)
         query = self._two_dims(query, self.query_length, "Positions.query", "query")
         key = self._two_dims(key, self.key_length, "Positions.key", "key")
         self._set_frame("Positions", (query, key))
@@ -170,15 +175,10 @@ class Lowering:
             )
         self.frame = (name, frame)
 
-    def _check_lengths(self, lengths: Tensor) -> None:
-        if torch.compiler.is_compiling() or lengths.device.type != "cpu":
+    def _check_newest(self, lengths: Tensor) -> None:
+        if not _readable(lengths):
             return
         for sample, length in enumerate(lengths.tolist()):
-            if not 0 <= length <= self.key_length:
-                raise MaskError(
-                    f"KeyLengths.lengths must lie between 0 and the {self.key_length} keys; "
-                    f"sample {sample} has {length}."
-                )
             if 0 < length < self.query_length:
                 raise MaskError(
                     f"KeyLengths counts this call's {self.query_length} queries among the keys, "
@@ -240,24 +240,36 @@ def _smaller(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else torch.minimum(one, other)
 
 
-def _check_far(value: _Integer, name: str) -> None:
-    """Refuse positions that 32 bits can't hold; tensors are read in eager mode on the CPU only."""
-    if torch.compiler.is_compiling():
-        return
+def _readable(value: Tensor) -> bool:
+    """Whether values may be looked at: in eager mode on the CPU."""
+    return not torch.compiler.is_compiling() and value.device.type == "cpu" and value.numel() > 0
+
+
+def _check_range(
+    value: _Integer, name: str, least: int, most: int | None = None, what: str = ""
+) -> None:
+    """Refuse numbers outside of [least, most], tensors among them where they may be read."""
     if isinstance(value, Tensor):
-        if value.device.type != "cpu" or not value.numel():
+        if not _readable(value):
             return
-        farthest = max(abs(int(value.min())), abs(int(value.max())))
+        low, high = int(value.min()), int(value.max())
+    elif torch.compiler.is_compiling():
+        return
     else:
-        farthest = abs(value)
-    if farthest > _FAR:
-        raise MaskError(f"{name} must lie between -2**30 and 2**30; got {farthest} in magnitude.")
+        low = high = value
+    if low < least or (most is not None and high > most):
+        wrong = low if low < least else high
+        if most is None:
+            raise MaskError(f"{name} must be at least {least}; got {wrong}.")
+        end = f"the {most} {what}" if what else "2**30"
+        begin = "-2**30" if least == -_FAR else str(least)
+        raise MaskError(f"{name} must lie between {begin} and {end}; got {wrong}.")
 
 
 def _small_ids(query_ids: Tensor, key_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Ids that fit 32 bits and are equal, or negative, where the given ones are."""
     every = [ids for ids in (query_ids, key_ids) if ids is not None and ids.numel()]
-    if torch.compiler.is_compiling() or not every or every[0].device.type != "cpu":
+    if not every or not _readable(every[0]):
         return query_ids, key_ids
     if max(int(ids.abs().max()) for ids in every) <= _FAR:
         return query_ids, key_ids

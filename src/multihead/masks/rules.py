@@ -11,6 +11,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,7 +162,7 @@ class KeyPadding(Mask):
     visible: Tensor
 
     def __post_init__(self) -> None:
-        visible = self.visible
+        visible = _from_array(self.visible)
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
             raise DtypeError(
                 f"KeyPadding takes a bool tensor [B, Lk], True = may be attended; got "
@@ -169,6 +170,7 @@ class KeyPadding(Mask):
             )
         if visible.ndim != 2:
             raise MaskError(f"KeyPadding takes [B, Lk]; got {tuple(visible.shape)}.")
+        _set(self, "visible", visible)
 
     def add_to(self, lowering: Lowering) -> None:
         lowering.show_keys(self.visible)
@@ -202,7 +204,7 @@ class Dense(Mask):
     visible: Tensor
 
     def __post_init__(self) -> None:
-        visible = self.visible
+        visible = _from_array(self.visible)
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
             raise DtypeError(
                 f"Dense takes a bool tensor, True = may be attended; got {_kind(visible)}. A float "
@@ -334,10 +336,16 @@ def _integers(value: object, name: str, *, dims: tuple[int, ...]) -> Tensor:
     return tensor
 
 
+def _from_array(value: Any) -> Any:
+    """A NumPy array as a tensor; anything else as it is."""
+    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+
+
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor"
-    return f"{type(value).__name__} {value!r}"
+    shown = repr(value)
+    return f"{type(value).__name__} {shown}" if len(shown) < 40 else f"a {type(value).__name__}"
 
 
 # Masks may be inputs of torch.export.

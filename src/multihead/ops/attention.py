@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..cost.attention import AttentionCost
+from ..errors import ArgumentError
 from ..masks import Mask
 from . import dispatch, library
-from .problem import ALiBi, Problem, checked_stats, describe
-from .sweep import mask_shape
+from .problem import STATISTICS, ALiBi, Problem, checked_stats, describe
+from .sweep import visible_keys
 from .weights import attention_weights
 
 T = TypeVar("T", Tensor, Any)
@@ -139,25 +140,31 @@ def attention_with_stats(
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionResult:
     """The output of a call, the statistics asked for, and the call itself.
 
-    Each statistic is an attribute: `result.lse`, `result.entropy`.
+    Each statistic is an attribute: `result.lse`, `result.entropy`. `weights` needs query and key
+    as they were: the result keeps both alive, and does not notice where they are written to.
     """
 
     out: Any
     stats: Mapping[str, Any]
-    _call: Mapping[str, Any] = field(repr=False)
+    _call: Mapping[str, Any]
 
     def __getattr__(self, name: str) -> Any:
         stats = self.__dict__.get("stats", {})
         if name in stats:
             return stats[name]
-        raise AttributeError(
-            f"{name!r} was not asked for; this result has {', '.join(stats)}. "
-            f"Pass stats=({name!r},) to attention_with_stats."
-        )
+        if name in STATISTICS:
+            raise AttributeError(
+                f"{name!r} was not asked for; this result has {', '.join(stats) or 'none'}. "
+                f"Pass stats=({name!r},) to attention_with_stats."
+            )
+        raise AttributeError(f"AttentionResult has no attribute {name!r}.")
+
+    def __repr__(self) -> str:
+        return f"AttentionResult(out={list(self.out.shape)}, stats={list(self.stats)})"
 
     def weights(self, rows: Any, columns: Any) -> Any:
         """The exact attention weights of rows x columns, [B, H, rows, columns].
@@ -190,6 +197,8 @@ def explain(
     """
     if isinstance(query, np.ndarray):
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
+    if isinstance(query, Tensor) and query.device.type == "meta":
+        raise ArgumentError("explain counts visible pairs; meta tensors have none to count.")
     problem = describe(
         query,
         key,
@@ -204,8 +213,8 @@ def explain(
     )
     order = dispatch.order(backend)
     reasons = {it.NAME: tuple(dispatch.reasons(it, problem)) for it in dispatch.BACKENDS}
-    parts = problem.parts
-    counted = mask_shape(problem)
+    keys_bhq = visible_keys(problem)
+    alike = problem.batch * problem.heads // max(1, math.prod(keys_bhq.shape[:2]))
     cost = AttentionCost.of_call(
         batch=problem.batch,
         heads=problem.heads,
@@ -214,7 +223,7 @@ def explain(
         key_length=problem.key_length,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
-        visible_pairs=parts.count() * problem.batch * problem.heads // max(1, math.prod(counted)),
+        visible_pairs=int(keys_bhq.sum()) * alike,
         dtype=problem.query.dtype,
     )
     serves = next((it.NAME for it in order if not reasons[it.NAME]), None)
@@ -261,5 +270,12 @@ def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _tensors(*arrays: Any) -> tuple[Any, ...]:
-    """NumPy arrays as tensors that share their memory; anything else as it is."""
-    return tuple(torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in arrays)
+    """NumPy arrays as tensors, which share their memory where torch can; others as they are."""
+
+    def tensor(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        usable = x.flags.writeable and all(stride >= 0 for stride in x.strides)
+        return torch.from_numpy(x if usable else x.copy())
+
+    return tuple(map(tensor, arrays))

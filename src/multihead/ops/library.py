@@ -21,6 +21,7 @@ from ..masks import MaskParts
 from . import dispatch
 from .backends import chunked
 from .problem import DIFFERENTIABLE, STATISTICS, ALiBi, Problem
+from .scores import full_precision
 
 _SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? slopes, Tensor? sinks, "
@@ -44,9 +45,11 @@ _library.define(
 
 def run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and statistics of a described call, recorded for autograd where it asks for it."""
+    if torch._C._get_tracing_state() is not None:
+        raise BackendError("torch.jit.trace can't record attention; torch.export and compile can.")
     through_operator = _needs_operator(problem)
     if backend == "reference":
-        return dispatch.choose(problem, backend).forward(problem)
+        return _computed(problem, backend)
     if problem.needs_grad:
         arguments = _flatten(problem, backend)
         results = _Attend.apply(  # type: ignore[no-untyped-call]
@@ -55,17 +58,30 @@ def run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     elif through_operator:
         results = torch.ops.multihead.attend(*_flatten(problem, backend))
     else:
-        return dispatch.choose(problem, backend).forward(problem)
+        return _computed(problem, backend)
     out, *statistics = results
     named = dict(zip(STATISTICS, statistics, strict=True))
     return out, {name: named[name] for name in problem.stats}
 
 
+def _computed(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
+    with full_precision(problem.query.device):
+        return dispatch.choose(problem, backend).forward(problem)
+
+
 def _needs_operator(problem: Problem) -> bool:
-    """Whether pointers must not be taken: while tracing, and for fake and meta tensors."""
-    query = problem.query
-    plain = type(query) in (Tensor, torch.nn.Parameter) and query.device.type != "meta"
-    return torch.compiler.is_compiling() or not plain
+    """Whether pointers must not be taken: while something traces or intercepts operators, and for
+    meta tensors and subclasses."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or problem.query.device.type == "meta"
+        or any(
+            type(tensor) not in (Tensor, torch.nn.Parameter)
+            for tensor in problem.differentiated
+            if tensor is not None
+        )
+    )
 
 
 def _distinct(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -147,7 +163,7 @@ def _unflatten(arguments: Sequence[Any]) -> tuple[Problem, str]:
 
 def _attend(*arguments: Any) -> tuple[Tensor, ...]:
     problem, backend = _unflatten(arguments)
-    out, stats = dispatch.choose(problem, backend).forward(problem)
+    out, stats = _computed(problem, backend)
     return out, *(
         stats[name] if name in stats else _absent(out, _dtype(problem, name)) for name in STATISTICS
     )
@@ -178,7 +194,8 @@ def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
         grad if name in problem.stats else None
         for name, grad in zip(DIFFERENTIABLE, given, strict=True)
     ]
-    grads = chunked.backward(problem, chunked.Cotangents(grad_out, *asked))
+    with full_precision(query.device):
+        grads = chunked.backward(problem, chunked.Cotangents(grad_out, *asked))
     return tuple(_absent(query) if grad is None else grad for grad in grads)
 
 

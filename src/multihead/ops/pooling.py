@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .problem import Logits
+from .scores import full_precision
 from .sweep import mask_shape, row_blocks, visible_blocks, visible_keys
 
 # Beyond 6 bits, 64 times or a 64th of an even share, a cell only says "far more" or "far less".
@@ -43,7 +44,8 @@ class Bins:
         """[..., length] to [..., bins], for floats."""
         if values_k.dtype not in self._member_kc:
             self._member_kc[values_k.dtype] = self._member_kc[torch.float32].to(values_k.dtype)
-        return values_k @ self._member_kc[values_k.dtype]
+        with full_precision(values_k.device):
+            return values_k @ self._member_kc[values_k.dtype]
 
     def mean(self, values_k: Tensor) -> Tensor:
         """[..., length] to [..., bins]."""

@@ -192,6 +192,10 @@ def _describe_logits(
 
 def checked_stats(stats: Sequence[str]) -> tuple[str, ...]:
     """The names in the order of STATISTICS; raises ArgumentError for an unknown one."""
+    if stats is None:
+        raise ArgumentError(
+            "stats must list statistics by name; got None. Leave it out, or pass ()."
+        )
     names = (stats,) if isinstance(stats, str) else tuple(stats)
     for name in names:
         if name not in STATISTICS:
@@ -200,13 +204,16 @@ def checked_stats(stats: Sequence[str]) -> tuple[str, ...]:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast floating tensors are cast to its dtype first, as torch does."""
+    """Under autocast tensors are cast to its dtype first, float64 aside, as torch does."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
     )
 
 
@@ -214,8 +221,13 @@ def _check_tensors(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise DtypeError(
-                f"{name} must be a tensor [B, H, L, D]; got {type(tensor).__name__}. NumPy arrays "
-                "work when query, key and value all are."
+                f"{name} must be a tensor [B, H, L, D]; got {type(tensor).__name__}."
+                + (" attention takes NumPy arrays if all three are." if "value" in tensors else "")
+            )
+        if tensor.layout != torch.strided:
+            raise ArgumentError(
+                f"{name} must be a dense tensor; got the layout {tensor.layout}. "
+                f"Write {name}.to_dense()."
             )
         if tensor.ndim != 4:
             raise ArgumentError(

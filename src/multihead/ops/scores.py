@@ -6,6 +6,7 @@ Shape suffixes: b batch, g KV head, h query head, q query row, k key column, d w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -76,14 +77,23 @@ def row_blocks(call: Logits) -> Iterator[tuple[slice, slice]]:
         yield rows, slice(*call.parts.key_bounds(rows))
 
 
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Products as they are written, where an autocast region would round them to its dtype."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
 def grouped_matmul(left_bhqx: Tensor, right_bgxy: Tensor) -> Tensor:
     """`left @ right` where H query heads read G KV heads in order, without repeating them."""
     batch, heads, rows, width = left_bhqx.shape
     kv_heads = right_bgxy.shape[1]
-    if heads == kv_heads:
-        return left_bhqx @ right_bgxy
-    grouped = left_bhqx.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
-    return (grouped @ right_bgxy).reshape(batch, heads, rows, right_bgxy.shape[-1])
+    with full_precision(left_bhqx.device):
+        if heads == kv_heads:
+            return left_bhqx @ right_bgxy
+        grouped = left_bhqx.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
+        return (grouped @ right_bgxy).reshape(batch, heads, rows, right_bgxy.shape[-1])
 
 
 def distances(call: Logits, rows: slice, columns: slice) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .problem import ALiBi, Logits
-from .scores import bias_rectangle, distances
+from .scores import bias_rectangle, distances, full_precision
 
 # Weights formed at a time: 2M float32 are 8 MiB. Blocks eight times smaller, which fit a core's
 # cache, take the same time on a quiet machine but wait eight times as often on a busy one.
@@ -203,7 +203,9 @@ def _logits(call: Logits, sample: slice, heads: slice, rows: slice, columns: sli
     # A group's query heads are rows of one product, so that no key is repeated; scaling within
     # the product rounds once, where scaling the queries first would round twice.
     query_gqd = query_hqd.reshape(key_gkd.shape[0], -1, query_hqd.shape[-1])
-    scores = torch.baddbmm(query_gqd.new_empty(1), query_gqd, key_gkd.mT, beta=0, alpha=call.scale)
+    nothing = query_gqd.new_empty(1)
+    with full_precision(query_gqd.device):
+        scores = torch.baddbmm(nothing, query_gqd, key_gkd.mT, beta=0, alpha=call.scale)
     scores = scores.view(1, *query_hqd.shape[:2], -1)
     if call.softcap is not None:
         scores.div_(call.softcap).tanh_().mul_(call.softcap)

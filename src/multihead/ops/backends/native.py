@@ -73,20 +73,21 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     threads or on the batch around a row. Raises BackendError if the extension is not built.
     """
     extension = _extension()
-    query, key, value = problem.query, problem.key, problem.value
+    # A lazily negated view's memory holds the other sign.
+    query, key, value = (x.resolve_neg() for x in (problem.query, problem.key, problem.value))
     batch, heads, query_length, head_dim = query.shape
     rows_bhq = (batch, heads, query_length)
     value_dim = value.shape[3]
-    out = torch.empty((*rows_bhq, value_dim), dtype=query.dtype)
+    out = query.new_empty((*rows_bhq, value_dim))
     stats = {
-        name: torch.empty(rows_bhq, dtype=torch.int64 if name == "argmax" else torch.float32)
+        name: query.new_empty(rows_bhq, dtype=torch.int64 if name == "argmax" else torch.float32)
         for name in problem.stats
     }
     bias = problem.bias
     # Held until the kernel returns, which only sees addresses.
     sinks = _per_head(problem.sinks)
     slopes = _per_head(bias.slopes) if isinstance(bias, ALiBi) else None
-    bias = bias if isinstance(bias, Tensor) else None
+    bias = bias.resolve_neg() if isinstance(bias, Tensor) else None
     try:
         extension.forward(
             dtype=_dtype(query.dtype),
@@ -177,7 +178,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _per_head(values_h: Tensor | None) -> Tensor | None:
-    return None if values_h is None else values_h.detach().float().contiguous()
+    return None if values_h is None else values_h.detach().resolve_neg().float().contiguous()
 
 
 def _broadcast(tensor: Tensor | None) -> tuple[int, ...] | None:

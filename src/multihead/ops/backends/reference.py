@@ -109,10 +109,11 @@ def _key_statistics(
 
 def _matmul_visible(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """`weights @ value`, where hidden values reach nothing even if they are NaN or infinite."""
-    finite = value.isfinite()
-    clean = value.masked_fill(~finite, 0)
-    out = weights @ clean
-    for j in (~finite.all(-1)).any(0).any(0).nonzero()[:, 0].tolist():
-        terms = weights[..., j, None] * value.masked_fill(finite, 0)[..., j, None, :]
-        out = out + terms.masked_fill(~visible[..., j, None], 0)
-    return out
+    out = weights @ value.masked_fill(~value.isfinite(), 0)
+    dtype = weights.dtype
+    seen = visible.to(dtype)
+    undefined = seen @ value.isnan().to(dtype)
+    undefined = undefined + (seen * (weights == 0)) @ value.isinf().to(dtype)
+    above, below = (seen @ (value == sign * torch.inf).to(dtype) > 0 for sign in (1, -1))
+    out = out.masked_fill(above, torch.inf).masked_fill(below, -torch.inf)
+    return out.masked_fill((undefined > 0) | (above & below), torch.nan)
