@@ -18,6 +18,7 @@ RUN     := $(VENV)/bin/
 INSTALL := $(RUN)python -m pip --disable-pip-version-check install -c constraints.txt
 SOURCES := CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 REPORT  := heads.html
+CACHES  := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -51,8 +52,9 @@ record: $(VENV)/.test          ## measure this machine, into benchmarks/results
 figures: $(VENV)/.test         ## README's tables and picture, from benchmarks/results and the report page
 	$(RUN)python benchmarks/figures.py
 
-clean:                         ## everything that make made
-	rm -rf $(VENV) build $(REPORT)
+clean:                         ## remove what make made: .venv, build, caches, the page; not results
+	rm -rf $(VENV) build $(REPORT) $(CACHES)
+	find $(wildcard src tests benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up: each stamp is newer than what it depends on, so a second run installs nothing ---------
 

@@ -198,6 +198,7 @@ def test_the_dense_rival_computes_the_same_attention() -> None:
     )
     exact = mh.attention(query.double(), key.double(), value.double(), mask=mh.Causal(), scale=0.3)
     assert weights is None
+    assert dense._future(13) is dense._future(13), "its time is that of heads, not of triangles"
     assert_close(ours.out, exact, out.transpose(1, 2), factor=4.0)
     assert_close(out.transpose(1, 2), exact, ours.out, factor=4.0)
     for head, (entropy, largest, key_index) in enumerate(dense.rows):

@@ -56,7 +56,11 @@ def test_the_pictures_exist() -> None:
 
 
 def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    title, code = re.search(r"## (In \d+ lines)\n\n```python\n(.*?)```", README, re.DOTALL).groups()
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert title == "In 25 lines"
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 100
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
     out, heads = names["out"], names["heads"]

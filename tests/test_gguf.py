@@ -132,7 +132,8 @@ def _logits(model):
 @pytest.mark.parametrize("tied", [True, False])
 def test_float_weights_come_back_bit_for_bit(tmp_path, tied):
     model = _model(tied)
-    loaded = load_gguf(_write(tmp_path / "tiny.gguf", model))
+    loaded = load_gguf(_write(tmp_path / "tiny.F32.gguf", model))
+    assert loaded.facts.quantization is None
     assert torch.equal(_logits(loaded.model), _logits(model))
     config = loaded.model.config
     assert (config.num_key_value_heads, config.head_dim) == (KV_HEADS, HEAD_DIM)
@@ -142,6 +143,13 @@ def test_float_weights_come_back_bit_for_bit(tmp_path, tied):
     assert loaded.facts.context_length == CONTEXT
     if tied:
         assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_half_precision_is_no_quantization(tmp_path, kind):
+    facts = load_gguf(_write(tmp_path / f"tiny-{kind}.gguf", _model(), kind=kind)).facts
+    assert (facts.name, facts.quantization) == ("tiny", None)
+    assert facts.tensor_types[0][0] == kind
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0"])

@@ -1,5 +1,6 @@
 """An inspection against the whole matrices of the same model, and what a beginner runs into."""
 
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -17,6 +18,8 @@ from multihead.heads import capture
 from multihead.heads.inspection import Inspection, inspect_model
 from multihead.heads.statistics import STATISTICS
 from multihead.heads.text import SENTENCE
+from multihead.heads.watch import observing
+from multihead.ops.backends import native
 from multihead.ops.pooling import bin_edges
 from requires import require
 from test_watch import of_matrices
@@ -156,6 +159,30 @@ def test_provenance_and_cost(inspection: Inspection) -> None:
     assert facts["seconds"] >= facts["forward_seconds"] > 0
     assert inspection.cost["visible_pairs"] == LENGTH * (LENGTH + 1) // 2
     assert inspection.cost["products_head"] == 0
+
+
+def test_the_instruction_set_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("native")
+    asked = []
+    monkeypatch.setattr(native, "instruction_set", lambda dtype: asked.append(dtype) or "the set")
+    halves = inspect(families.build("llama").bfloat16(), text="one two three")
+    assert asked == [torch.bfloat16]
+    assert halves.provenance["instruction_set"] == "the set"
+    monkeypatch.setattr(native, "reasons", lambda problem: ["not today"])
+    others = inspect(families.build("llama"), text="one two three")
+    assert (others.provenance["backend"], others.provenance["instruction_set"]) == ("chunked", None)
+
+
+def test_no_layer_keeps_its_inputs_alive() -> None:
+    kept = capture.Capture(13, 5, layers=2, maps=True)
+    shape = (1, 2, 13, 23)
+    with observing(kept):
+        for _ in range(2):
+            mh.attention(*(torch.randn(shape) for _ in range(3)), mask=mh.Causal())
+    assert len(kept.layers) == 2
+    gc.collect()
+    alive = [it for it in gc.get_objects() if type(it) is torch.Tensor]
+    assert not [it.shape for it in alive if it.shape == shape]
 
 
 def test_json_is_json_and_small(inspection: Inspection) -> None:

@@ -251,6 +251,31 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) 
         mh.MultiHeadAttention(**sizes)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"embed_dim": 512.0},
+            mh.DtypeError,
+            r"embed_dim must be an integer; got 512\.0\. Write 512",
+        ),
+        ({"num_heads": "a"}, mh.DtypeError, "num_heads must be an integer; got 'a'"),
+        ({"num_kv_heads": 1.5}, mh.DtypeError, r"num_kv_heads must be an integer; got 1\.5\.$"),
+        ({"head_dim": 3.0}, mh.DtypeError, "head_dim must be an integer"),
+        ({"value_dim": "3"}, mh.DtypeError, "value_dim must be an integer"),
+        ({"context_dim": [3]}, mh.DtypeError, "context_dim must be an integer"),
+        ({"scale": "x"}, mh.DtypeError, "scale must be a number; got 'x'"),
+        ({"scale": float("nan")}, mh.ArgumentError, "scale must be finite; got nan"),
+        ({"scale": float("inf")}, mh.ArgumentError, "scale must be finite; got inf"),
+    ],
+)
+def test_what_is_no_size_or_scale_is_refused(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        mh.MultiHeadAttention(**{"embed_dim": 12, "num_heads": 4, **options})
+
+
 def test_inputs_that_do_not_fit_are_refused() -> None:
     layer = mh.MultiHeadAttention(WIDTH, HEADS)
     cross = mh.MultiHeadAttention(WIDTH, HEADS, context_dim=11)

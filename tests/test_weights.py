@@ -2,19 +2,22 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import multihead as mh
 from cases import CASES, Case
 from close import assert_close
 from multihead.ops import sweep as sweep_module
+from multihead.ops.cells import visible_at
 from multihead.ops.diagonal import weights_along
 from multihead.ops.pooling import Bins, bin_edges
 from multihead.ops.problem import describe_logits
 from multihead.ops.sweep import visible_keys
-from multihead.ops.weights import top_keys
+from multihead.ops.weights import top_keys, weights_at
 
 BINS = 5
 
@@ -268,3 +271,75 @@ def test_maps_that_are_refused(arguments: dict[str, object]) -> None:
     query = torch.randn(1, 2, 5, 3)
     with pytest.raises(mh.ArgumentError, match=next(iter(arguments))):
         mh.attention_map(query, query, torch.zeros(1, 2, 5), **arguments)
+
+
+# Row and column lists against the mask's own table: every rule, and cells that no slice takes.
+FRAMES = {
+    "positions": mh.Positions(torch.tensor([[5, 0, 3, 9, 2], [1, 1, -4, 7, 3]]), torch.arange(7))
+    & mh.Window(3, 1),
+    "positions, a start": mh.Positions(torch.arange(5), torch.tensor([6, -2, 0, 3, 1, 5, 4]))
+    & mh.Window(1, 0, keep_first=2),
+    "positions, a prefix": mh.Positions(torch.arange(5), torch.tensor([6, -2, 0, 3, 1, 5, 4]))
+    & mh.PrefixCausal(torch.tensor([0, 3])),
+    "ids": mh.Documents(torch.tensor([0, 0, 1, 1, -1]), torch.tensor([0, 1, 0, 1, -1, 0, 1])),
+    "start of each sample": mh.QueryStart(torch.tensor([2, 0])) & mh.Causal(),
+    "heads apart": mh.Window(torch.tensor([1, 4]), torch.tensor([0, 2])),
+    "padding": mh.KeyPadding(torch.arange(7) > torch.tensor([[1], [3]])) & mh.Causal(),
+    "one row": mh.Dense((torch.arange(7) % 3 != 1)[None]),
+    "a column": mh.Dense((torch.arange(5) % 3 != 1)[:, None]),
+    "dense": mh.Dense(torch.arange(70).view(2, 1, 5, 7) % 4 != 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_chosen_cells_are_those_of_the_whole_mask(name: str) -> None:
+    query, key = torch.randn(2, 2, 5, 3), torch.randn(2, 2, 7, 3)
+    parts = describe_logits(query, key, mask=FRAMES[name]).parts
+    whole = parts.visible().expand(2, 2, 5, 7)
+    rows, columns = torch.tensor([4, 0, 0, 3]), torch.tensor([6, 1, 0])
+    chosen = visible_at(parts, rows, columns[None, None])
+    assert torch.equal(chosen.expand(2, 2, 4, 3), whole[:, :, rows][..., columns])
+    own = torch.tensor([[6, 0, 2, 2], [5, 3, 0, 1]])
+    along = visible_at(parts, rows, own[..., None]).expand(2, 2, 4, 1)
+    place = own[:, None, :, None].expand(2, 2, 4, 1)
+    assert torch.equal(along, whole[:, :, rows].gather(-1, place))
+
+
+class Footprint(TorchDispatchMode):
+    """Counts operations while it is entered, and the bytes of the largest new tensor."""
+
+    def __init__(self, *given: torch.Tensor | None) -> None:
+        super().__init__()
+        self.given = {x.untyped_storage().data_ptr() for x in given if x is not None}
+        self.calls = self.bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.calls += 1
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else (made,):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage.data_ptr() not in self.given:
+                self.bytes = max(self.bytes, storage.nbytes())
+        return made
+
+
+@pytest.mark.parametrize("kind", ["causal", "positions", "documents", "dense", "bias"])
+def test_two_columns_of_a_long_matrix_cost_two_columns(kind: str) -> None:
+    length = 1009
+    query, key = torch.randn(1, 2, length, 3), torch.randn(1, 1, length, 3)
+    ids = torch.arange(length) // 100
+    mask = {
+        "positions": mh.Positions(ids, ids) & mh.Causal(),
+        "documents": mh.Documents(ids),
+        "dense": torch.ones(length, length, dtype=torch.bool).tril(),
+    }.get(kind, mh.Causal())
+    bias = torch.randn(length, length) if kind == "bias" else None
+    logits = describe_logits(query, key, mask=mask, bias=bias)
+    lse = torch.zeros(1, 2, length)
+    with Footprint(bias, logits.parts.dense) as made:
+        weights_at(logits, lse, torch.arange(length), torch.tensor([0, length - 1]))
+        weights_along(logits, lse, torch.arange(length)[None])
+    assert made.calls < 200, "a loop over rows"
+    assert made.bytes <= 2 * 2 * 8 * length, "more than a few numbers a row"

@@ -26,6 +26,7 @@ class Dense:
     """
 
     rows: list[tuple[float, float, float]] = field(default_factory=list)
+    _hidden: Tensor | None = field(default=None, repr=False)
 
     def __call__(
         self,
@@ -52,8 +53,7 @@ class Dense:
     def _head(self, query_bqd: Tensor, key_bkd: Tensor, value_bkd: Tensor, scale: float) -> Tensor:
         scores_bqk = query_bqd @ key_bkd.transpose(1, 2)
         scores_bqk.mul_(scale)
-        hidden = torch.ones(scores_bqk.shape[1:], dtype=torch.bool).triu_(1)
-        scores_bqk.masked_fill_(hidden, -torch.inf)
+        scores_bqk.masked_fill_(self._future(scores_bqk.shape[1]), -torch.inf)
         weights_bqk = torch.softmax(scores_bqk, dim=-1)
         del scores_bqk
         largest_bq, key_bq = weights_bqk.max(dim=-1)
@@ -62,6 +62,12 @@ class Dense:
             (entropy_bq.mean().item(), largest_bq.mean().item(), key_bq.double().mean().item())
         )
         return weights_bqk @ value_bkd
+
+    def _future(self, length: int) -> Tensor:
+        """The hidden triangle [N, N], made once: it is the same for every head of a text."""
+        if self._hidden is None or len(self._hidden) != length:
+            self._hidden = torch.ones(length, length, dtype=torch.bool).triu_(1)
+        return self._hidden
 
 
 def main(name: str, tokens: int) -> None:

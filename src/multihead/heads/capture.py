@@ -1,7 +1,7 @@
 """What an inspection keeps of each layer, taken from q, k and lse while the model runs.
 
-Of each layer stay statistics, pooled maps and a few rows; nothing of size N x N is formed, and q, k
-and v are let go before the next layer runs.
+Of each layer stay statistics, pooled maps and a few rows; nothing of size N x N is formed, and no
+reference to q, k, v or the layer's output is kept.
 
 Shape suffixes: h head, q query row, k key column, m sampled row, r row bin.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from ..ops import dispatch
 from ..ops.pooling import Bins, bin_edges, uniform_mass
 from ..ops.problem import Problem
 from ..ops.sweep import sweep
@@ -39,6 +40,17 @@ _ERROR_LAYERS = 4
 _ERROR_ROWS = 8
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the first layer's call tells of all of them."""
+
+    heads: int
+    kv_heads: int
+    visible_pairs: int
+    backend: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +105,7 @@ class Capture:
         progress: Progress | None = None,
     ) -> None:
         self.layers: list[Layer] = []
-        self.first: Problem | None = None
+        self.first: Call | None = None
         self.seconds = 0.0
         self.rows = sorted({token, *torch.linspace(1, length - 1, SAMPLED_ROWS).long().tolist()})
         self._length = length
@@ -114,7 +126,7 @@ class Capture:
     def record(self, problem: Problem, out: Tensor, stats: Mapping[str, Tensor]) -> None:
         began = time.perf_counter()
         self._check(problem)
-        self.first = self.first or problem
+        self.first = self.first or _call(problem)
         rows = row_statistics(problem, stats)
         totals = HeadTotals()
         totals.add(rows)
@@ -199,6 +211,16 @@ class Capture:
                 return uniform
             self._uniform[key] = uniform
         return self._uniform[key]
+
+
+def _call(problem: Problem) -> Call:
+    return Call(
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        visible_pairs=problem.parts.count(),
+        backend=dispatch.choose(problem).NAME,
+        dtype=problem.query.dtype,
+    )
 
 
 def _plain_mask(problem: Problem) -> tuple[int | None, ...] | None:

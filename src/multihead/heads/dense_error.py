@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..ops.cells import visible_at
 from ..ops.problem import Problem
 from ..ops.scores import grouped_matmul
-from ..ops.weights import rectangle_at, visible_at
+from ..ops.weights import rectangle_at
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def _torch(problem: Problem, rows: Tensor) -> Tensor | None:
         problem.query.detach()[:, :, rows],
         problem.key.detach(),
         problem.value.detach(),
-        attn_mask=visible_at(problem.parts, rows, everything),
+        attn_mask=visible_at(problem.parts, rows, everything[None, None]),
         scale=problem.scale,
         enable_gqa=problem.group > 1,
     )

@@ -22,10 +22,9 @@ from torch import Tensor
 from ..cost import DecoderConfig, Report
 from ..errors import ArgumentError, InputError, ModelError
 from ..machine import processor_name
-from ..ops import dispatch
 from ..ops.backends import native
 from . import text as texts
-from .capture import STRIPS, Capture, Layer, Sweep
+from .capture import STRIPS, Call, Capture, Layer, Sweep
 from .statistics import STATISTICS
 from .watch import observing, set_to_multihead
 
@@ -87,7 +86,9 @@ class Sinks:
 class Inspection:
     """All that terminal, JSON and page show. Arrays are float32 or int64.
 
-    * `provenance`: model, file, dtype, backend, tokens, times, measured error against float64
+    * `provenance`: model, file, dtype, backend, tokens, times, measured error against float64;
+      `instruction_set` is that of the native kernels for this dtype, None where another backend
+      served
     * `cost`: the fields of `multihead.cost.Report`; empty for a model that it does not cover
     * `tokens`: the text of each token [N]
     * `statistics`: [L, H] each; names and meanings in `multihead.heads.statistics`
@@ -185,13 +186,13 @@ def inspect_model(
         stack.callback(model.train, was_training)
         model.base_model(input_ids=input_ids, use_cache=False)
     forward_seconds = time.perf_counter() - forward_began - capture.seconds
-    problem, layers = capture.first, capture.layers
-    if problem is None:
+    first, layers = capture.first, capture.layers
+    if first is None:
         raise ModelError(f"{type(model).__name__} ran without a call of attention to inspect.")
     sweeps = [layer.sweep for layer in layers if layer.sweep is not None]
     inspection = Inspection(
         provenance={
-            **_provenance(capture, model, facts),
+            **_provenance(first, layers, model, facts),
             "tokens": len(tokens.ids),
             "start_token": tokens.start_token or "none added",
             "chat_template": "not applied",
@@ -200,11 +201,11 @@ def inspect_model(
             "forward_seconds": forward_seconds,
             "peak_rss_bytes": _peak_rss_bytes(),
         },
-        cost=_cost(config, capture, model.dtype),
+        cost=_cost(config, len(tokens.ids), first.visible_pairs, model.dtype),
         tokens=tokens.pieces,
         layers=len(layers),
-        heads=problem.heads,
-        kv_heads=problem.kv_heads,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
         statistics={
             name: _stack([layer.statistics[name] for layer in layers]).astype(np.float32)
             for name in STATISTICS
@@ -257,23 +258,20 @@ def _text(text: str | Path | None) -> texts.Text:
 
 
 def _provenance(
-    capture: Capture, model: Any, facts: ModelFacts | None
+    first: Call, layers: list[Layer], model: Any, facts: ModelFacts | None
 ) -> dict[str, str | int | float | None]:
     from .. import __version__
 
-    assert capture.first is not None
-    backend = dispatch.choose(capture.first).NAME
-    ours = backend == native.NAME
-    errors = [layer.error for layer in capture.layers if layer.error is not None]
+    errors = [layer.error for layer in layers if layer.error is not None]
     baselines = [error.baseline for error in errors if error.baseline is not None]
     return {
         "model": facts.name if facts else type(model).__name__,
         "file": facts.file if facts else None,
         "quantization": facts.quantization if facts else None,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "backend": backend,
+        "backend": first.backend,
         "instruction_set": (
-            native.instruction_set() if ours else torch.backends.cpu.get_cpu_capability()
+            native.instruction_set(first.dtype) if first.backend == native.NAME else None
         ),
         "processor": processor_name(),
         "threads": torch.get_num_threads(),
@@ -288,17 +286,15 @@ def _provenance(
     }
 
 
-def _cost(config: Any, capture: Capture, dtype: torch.dtype) -> dict[str, int | str]:
-    assert capture.first is not None
+def _cost(config: Any, tokens: int, visible_pairs: int, dtype: torch.dtype) -> dict[str, int | str]:
     try:
         decoder = DecoderConfig.from_transformers(config)
     except ArgumentError:
         return {}
-    parts = capture.first.parts
     report = Report.of_decoder(
         decoder,
-        parts.query_length,
-        visible_pairs=parts.count(),
+        tokens,
+        visible_pairs=visible_pairs,
         dtype=dtype,
         logit_rows=0,
     )

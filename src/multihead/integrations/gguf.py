@@ -36,6 +36,7 @@ _BLOCK_TENSORS = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -85,14 +86,14 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Loaded
     model = _build(metadata, dtype)
     types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     matrices = Counter(t.tensor_type.name for t in reader.tensors if len(t.shape) > 1)
-    quantization = matrices.most_common(1)[0][0]
+    kind = matrices.most_common(1)[0][0]
     facts = ModelFacts(
-        name=path.stem.removesuffix(f".{quantization}").removesuffix(f"-{quantization}"),
+        name=path.stem.removesuffix(f".{kind}").removesuffix(f"-{kind}"),
         file=str(path),
         architecture=architecture,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         context_length=model.config.max_position_embeddings,
-        quantization=quantization,
+        quantization=None if kind in _PLAIN_TYPES else kind,
         tensor_types=tuple(types.most_common()),
     )
     return LoadedModel(model, _tokenizer(metadata), facts)

@@ -6,6 +6,8 @@ together.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +43,8 @@ class MultiHeadAttention(nn.Module):
     input's width alone, so that projecting together or apart starts alike.
 
     Raises:
-        ArgumentError: sizes that do not fit one another.
+        ArgumentError: sizes that do not fit one another, or a scale that is not finite.
+        DtypeError: a size that is not an integer, or a scale that is not a number.
 
     Source: Vaswani et al. 2017, section 3.2.2; Shazeer 2019 (MQA); Ainslie et al. 2023 (GQA).
     """
@@ -61,7 +64,8 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        _check_scale(scale)
         if num_heads % num_kv_heads:
             raise ArgumentError(
                 f"num_kv_heads must divide num_heads, so that each KV head serves as many query "
@@ -75,9 +79,9 @@ class MultiHeadAttention(nn.Module):
                 )
             head_dim = embed_dim // num_heads
         value_dim = head_dim if value_dim is None else value_dim
-        _check_positive(head_dim=head_dim, value_dim=value_dim)
+        _check_sizes(head_dim=head_dim, value_dim=value_dim)
         if context_dim is not None:
-            _check_positive(context_dim=context_dim)
+            _check_sizes(context_dim=context_dim)
 
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -277,10 +281,30 @@ def _split_heads(projected_blc: Tensor, heads: int, width: int) -> Tensor:
     return projected_blc.reshape(batch, length, heads, width).transpose(1, 2)
 
 
-def _check_positive(**sizes: int) -> None:
+def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
+        try:
+            operator.index(size)
+        except TypeError:
+            given: object = size
+            whole = isinstance(given, float) and given.is_integer()
+            hint = f" Write {size:.0f}." if whole else ""
+            raise DtypeError(f"{name} must be an integer; got {size!r}.{hint}") from None
         if size < 1:
             raise ArgumentError(f"{name} must be at least 1; got {size}.")
+
+
+def _check_scale(scale: float | None) -> None:
+    try:
+        finite = scale is None or math.isfinite(scale)
+    except TypeError:
+        raise DtypeError(
+            f"scale must be a number; got {scale!r}. Leave it out for 1 / sqrt(head_dim)."
+        ) from None
+    if not finite:
+        raise ArgumentError(
+            f"scale must be finite; got {scale}. Leave it out for 1 / sqrt(head_dim)."
+        )
 
 
 def _check_sequence(name: str, sequence: Tensor, width_name: str, width: int) -> None:

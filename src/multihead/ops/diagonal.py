@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cells import cells_at, keys_at, visible_at
 from .problem import ALiBi, Logits
 from .sweep import finite_where_empty
 
@@ -20,19 +21,20 @@ def weights_along(call: Logits, lse: Tensor, columns_bq: Tensor) -> tuple[Tensor
     """
     exists_bq = (columns_bq >= 0) & (columns_bq < call.key_length)
     columns_bq = torch.where(exists_bq, columns_bq, 0)
-    visible_bhq = _visible(call, columns_bq) & exists_bq[:, None]
+    row_q = torch.arange(call.query_length, device=columns_bq.device)
+    column_bq1 = columns_bq[..., None]
+    visible_bhq = visible_at(call.parts, row_q, column_bq1)[..., 0] & exists_bq[:, None]
     scores_bhq = _scores(call, columns_bq) * call.scale
     if call.softcap is not None:
         scores_bhq = call.softcap * torch.tanh(scores_bhq / call.softcap)
     if isinstance(call.bias, ALiBi):
-        rows = slice(0, call.query_length)
-        position_bq = call.parts.query_position(rows)[:, 0]
+        position_bq = call.parts.query_position(slice(0, call.query_length))[:, 0]
         key_position_bk = call.parts.key_position(slice(0, call.key_length))[:, 0, 0]
-        distance_bq = (position_bq - _at(key_position_bk, columns_bq)).abs()
+        distance_bq = (position_bq - keys_at(key_position_bk, column_bq1)[..., 0]).abs()
         slopes_h1 = call.bias.slopes.detach().to(scores_bhq.dtype)[:, None]
         scores_bhq = scores_bhq - slopes_h1 * distance_bq[:, None]
     elif call.bias is not None:
-        bias_bhq = _cells(call.bias.detach(), columns_bq).to(scores_bhq.dtype)
+        bias_bhq = cells_at(call.bias.detach(), row_q, column_bq1)[..., 0].to(scores_bhq.dtype)
         visible_bhq = visible_bhq & (bias_bhq != -torch.inf)
         scores_bhq = scores_bhq + bias_bhq
     lse_bhq = finite_where_empty(lse.detach().to(scores_bhq.dtype))
@@ -55,45 +57,3 @@ def _scores(call: Logits, columns_bq: Tensor) -> Tensor:
             query_hqd = query_bhqd[sample, heads].to(call.compute_dtype)
             scores_bhq[sample, heads] = (query_hqd * key_qd).sum(-1)
     return scores_bhq
-
-
-def _visible(call: Logits, columns_bq: Tensor) -> Tensor:
-    """Whether row i sees column `columns[b, i]`: [B|1, H|1, Lq]."""
-    parts = call.parts
-    rows = slice(0, call.query_length)
-    column_b1q = columns_bq[:, None]
-    if parts.key_positions is not None:
-        # Positions compare elementwise and rows have no intervals: take the cells row by row.
-        everything = slice(0, call.key_length)
-        cells = [
-            _cells(parts.visible(slice(row, row + 1), everything), columns_bq[:, row : row + 1])
-            for row in range(call.query_length)
-        ]
-        return torch.cat(cells, -1)
-    visible_bhq = torch.zeros_like(column_b1q, dtype=torch.bool)
-    for begin_bhq, end_bhq in parts.intervals(rows):
-        visible_bhq = visible_bhq | ((column_b1q >= begin_bhq) & (column_b1q < end_bhq))
-    if parts.key_visible is not None:
-        visible_bhq = visible_bhq & _at(parts.key_visible, columns_bq)[:, None]
-    if parts.query_ids is not None and parts.key_ids is not None:
-        same_bq = parts.query_ids == _at(parts.key_ids, columns_bq)
-        visible_bhq = visible_bhq & (same_bq & (parts.query_ids >= 0))[:, None]
-    if parts.dense is not None:
-        visible_bhq = visible_bhq & _cells(parts.dense, columns_bq)
-    return visible_bhq
-
-
-def _at(values_bk: Tensor, columns_bq: Tensor) -> Tensor:
-    """`values[b, columns[b, i]]` with both batch axes broadcast: [B|1, Lq]."""
-    batch = max(values_bk.shape[0], columns_bq.shape[0])
-    return values_bk.expand(batch, -1).gather(-1, columns_bq.expand(batch, -1))
-
-
-def _cells(values_bhqk: Tensor, columns_bq: Tensor) -> Tensor:
-    """`values[b, h, i, columns[b, i]]` of a tensor that may be broadcast: [B|1, H|1, Lq]."""
-    if values_bhqk.shape[-1] == 1:
-        return values_bhqk[..., 0].expand(-1, -1, columns_bq.shape[-1])
-    batch = max(values_bhqk.shape[0], columns_bq.shape[0])
-    shape = (batch, values_bhqk.shape[1], columns_bq.shape[-1])
-    values_bhqk = values_bhqk.expand(*shape, -1)
-    return values_bhqk.gather(-1, columns_bq[:, None, :, None].expand(*shape, 1))[..., 0]

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .problem import ALiBi, Logits
 
-# Logits held at a time by a sweep over query rows, in elements: 32 MiB of float32.
-BLOCK_ELEMENTS = 1 << 23
+# Logits held at a time by a sweep over query rows, in elements: 2 MiB of float32, of which a
+# backward pass holds a dozen. Blocks of 32 MiB take twice the time: each is fresh pages.
+BLOCK_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError
 from ..masks import Mask, MaskParts
+from .cells import cells_at, visible_at
 from .pooling import Bins, bin_edges, lift, uniform_mass
 from .problem import ALiBi, Logits, describe_logits
 from .scores import Rectangle, rectangle
@@ -169,18 +170,18 @@ def rectangle_at(call: Logits, rows: Tensor, columns: Tensor) -> Rectangle:
     parts = call.parts
     visible = None
     if not parts.hides_nothing:
-        visible = visible_at(parts, rows, columns)
+        visible = visible_at(parts, rows, columns[None, None])
     taken = MaskParts(
         query_length=len(rows),
         key_length=len(columns),
         device=rows.device,
-        query_positions=_take(parts.query_position(slice(0, call.query_length))[:, 0], rows, -1),
+        query_positions=parts.query_position(slice(0, call.query_length))[:, 0, rows],
         key_positions=parts.key_position(slice(0, call.key_length))[:, 0, 0, columns],
         dense=visible,
     )
     bias = call.bias
     if isinstance(bias, Tensor):
-        bias = _take(_take(bias.detach(), rows, -2), columns, -1)
+        bias = cells_at(bias.detach(), rows, columns[None, None])
     selected = Logits(
         query=call.query.detach()[:, :, rows],
         key=call.key.detach()[:, :, columns],
@@ -190,23 +191,6 @@ def rectangle_at(call: Logits, rows: Tensor, columns: Tensor) -> Rectangle:
         softcap=call.softcap,
     )
     return rectangle(selected, slice(0, len(rows)), slice(0, len(columns)))
-
-
-def visible_at(parts: MaskParts, rows: Tensor, columns: Tensor) -> Tensor:
-    """Which of these cells the mask leaves visible: [B|1, H|1, rows, columns]."""
-    if len(rows) == 0 or len(columns) == 0:
-        return torch.ones((1, 1, len(rows), len(columns)), dtype=torch.bool, device=rows.device)
-    span = slice(int(columns.min()), int(columns.max()) + 1)
-    first, last = int(rows[0]), int(rows[-1])
-    one_block = torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device))
-    blocks = [slice(first, last + 1)] if one_block else [slice(i, i + 1) for i in rows.tolist()]
-    visible = [parts.visible(block, span)[..., columns - span.start] for block in blocks]
-    return torch.cat(visible, dim=-2)
-
-
-def _take(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
-    """`index` along an axis that may be broadcast."""
-    return tensor if tensor.shape[dim] == 1 else tensor.index_select(dim, index)
 
 
 def _index(places: Places, length: int, name: str, device: torch.device) -> Tensor:
