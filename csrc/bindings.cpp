@@ -133,7 +133,6 @@ NB_MODULE(_native, m) {
   m.def("instruction_sets", instruction_sets);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
   m.def("instruction_set_for", instruction_set_for, "dtype"_a);
-  m.def("has_amx", has_amx);
   m.def("peak", peak, "kind"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
   m.attr("BUILD") = MULTIHEAD_BUILD;
 }

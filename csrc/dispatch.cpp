@@ -14,6 +14,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace multihead {
@@ -22,6 +24,7 @@ extern const Unit unit_baseline, unit_baseline_narrow;
 #if defined(__x86_64__)
 extern const Unit unit_avx2, unit_avx2_narrow, unit_avx512, unit_avx512_narrow;
 extern const Unit unit_avx512_bf16, unit_avx512_bf16_narrow;
+extern const Unit unit_avx512_amx, unit_avx512_amx_narrow;
 #endif
 
 namespace {
@@ -40,6 +43,27 @@ bool runs_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool runs_avx512_bf16() { return runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+bool has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  return edx & kAmxBf16 && edx & kAmxTile;
+}
+
+// Linux lets a process use tiles, 8 KiB of state for each thread, once it has asked; it may refuse.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+bool runs_avx512_amx() { return runs_avx512_bf16() && has_amx() && may_use_tiles(); }
+#else
+bool has_amx() { return false; }
 #endif
 
 const Entry entries[] = {
@@ -48,6 +72,7 @@ const Entry entries[] = {
     {"avx2", &unit_avx2, &unit_avx2_narrow, runs_avx2},
     {"avx512", &unit_avx512, &unit_avx512_narrow, runs_avx512},
     {"avx512_bf16", &unit_avx512_bf16, &unit_avx512_bf16_narrow, runs_avx512_bf16},
+    {"avx512_amx", &unit_avx512_amx, &unit_avx512_amx_narrow, runs_avx512_amx},
 #endif
 };
 constexpr int kEntries = sizeof entries / sizeof entries[0];
@@ -82,15 +107,16 @@ std::atomic<int>& choice() {
   return chosen;
 }
 
-bool is_pairs(const Entry& entry) { return entry.unit->peak_dpbf16 != nullptr; }
+bool serves(const Entry& entry, Dtype dtype) {
+  return dtype == Dtype::bfloat16 || entry.unit->instruction == Instruction::fma;
+}
 
 int best_for(Dtype dtype) {
-  // Processors with AMX run dpbf16ps at half the rate of a float32 FMA: bfloat16 that is widened
-  // once a block is twice as fast there.
-  static const bool pairs_are_fast = !has_amx();
+  // Processors with AMX run dpbf16ps at half the rate of a float32 FMA: where tiles are refused,
+  // bfloat16 that is widened once a block is twice as fast.
   for (int i = kEntries - 1; i > 0; --i) {
-    if (is_pairs(entries[i]) && !(dtype == Dtype::bfloat16 && pairs_are_fast)) continue;
-    if (entries[i].runs()) return i;
+    if (entries[i].unit->instruction == Instruction::dpbf16 && has_amx()) continue;
+    if (serves(entries[i], dtype) && entries[i].runs()) return i;
   }
   return 0;
 }
@@ -98,8 +124,7 @@ int best_for(Dtype dtype) {
 const Entry& entry_for(Dtype dtype) {
   static const int best[2] = {best_for(Dtype::float32), best_for(Dtype::bfloat16)};
   const int chosen = choice().load(std::memory_order_relaxed);
-  if (chosen >= 0 && !(is_pairs(entries[chosen]) && dtype != Dtype::bfloat16))
-    return entries[chosen];
+  if (chosen >= 0 && serves(entries[chosen], dtype)) return entries[chosen];
   return entries[best[dtype == Dtype::bfloat16]];
 }
 
@@ -121,14 +146,15 @@ constexpr double kWorthAThread = 5e6;
 
 // Tiles of an item share the block of K and V that is in the cache, and its copy where one is
 // needed; but every thread should get several items. No result depends on it.
-int64_t tiles_per_item(const ForwardArgs& a, int tile_rows, int threads) {
-  constexpr int64_t kMost = 8;
+int64_t tiles_per_item(const ForwardArgs& a, const Unit& unit, int threads) {
+  // V is transposed once an item for tdpbf16ps: more of its small tiles should share that.
+  const int64_t most = unit.instruction == Instruction::tdpbf16 ? 32 : 8;
   constexpr double kTileBytes = 512 * 1024;  // queries and outputs of an item, in half the L2
-  const int64_t tiles = (a.query_length + tile_rows - 1) / tile_rows;
+  const int64_t tiles = (a.query_length + unit.tile_rows - 1) / unit.tile_rows;
   const int64_t fair = a.batch * a.heads * tiles / (8 * threads);
   const int64_t fits =
-      int64_t(kTileBytes / (double(a.head_dim + a.value_dim) * tile_rows * sizeof(float)));
-  return std::max<int64_t>(1, std::min({kMost, fair, fits, tiles}));
+      int64_t(kTileBytes / (double(a.head_dim + a.value_dim) * unit.tile_rows * sizeof(float)));
+  return std::max<int64_t>(1, std::min({most, fair, fits, tiles}));
 }
 
 }  // namespace
@@ -146,23 +172,13 @@ void use_instruction_set(const std::string& name) {
 
 std::string instruction_set_for(Dtype dtype) { return entry_for(dtype).name; }
 
-bool has_amx() {
-#if defined(__x86_64__)
-  unsigned eax, ebx, ecx, edx;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  return edx >> 22 & 1;  // AMX-BF16
-#else
-  return false;
-#endif
-}
-
 void forward(ForwardArgs args, int threads) {
   const Entry& entry = entry_for(args.dtype);
   const bool narrow = args.query_length <= entry.narrow->tile_rows;
   const Unit& unit = narrow ? *entry.narrow : *entry.unit;
   const double worth = work_of(args) / kWorthAThread;
   if (worth < threads) threads = std::max(1, int(worth));
-  args.tiles_per_item = tiles_per_item(args, unit.tile_rows, threads);
+  args.tiles_per_item = tiles_per_item(args, unit, threads);
 
   const int64_t rows = args.tiles_per_item * unit.tile_rows;
   const int64_t heads = args.batch * args.heads;
@@ -184,14 +200,18 @@ void forward(ForwardArgs args, int threads) {
 }
 
 double peak(const std::string& kind, int threads) {
-  if (kind != "fma" && kind != "dpbf16")
-    throw std::invalid_argument("peak measures 'fma' or 'dpbf16', not '" + kind + "'");
+  Instruction instruction;
+  if (kind == "fma")
+    instruction = Instruction::fma;
+  else if (kind == "dpbf16")
+    instruction = Instruction::dpbf16;
+  else if (kind == "amx")
+    instruction = Instruction::tdpbf16;
+  else
+    throw std::invalid_argument("peak measures 'fma', 'dpbf16' or 'amx', not '" + kind + "'");
   double (*run)(int64_t) = nullptr;
   for (const Entry& entry : entries)
-    if (entry.runs()) {
-      const auto candidate = kind == "fma" ? entry.unit->peak_fma : entry.unit->peak_dpbf16;
-      if (candidate) run = candidate;
-    }
+    if (entry.unit->instruction == instruction && entry.runs()) run = entry.unit->peak;
   if (!run) return std::numeric_limits<double>::quiet_NaN();
   constexpr int64_t kSteps = 1000000;  // some ten milliseconds
   double best = 0;

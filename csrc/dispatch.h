@@ -9,7 +9,7 @@
 namespace multihead {
 
 // Names of the instruction sets that this build holds and this processor runs, slowest first:
-// "baseline", "avx2", "avx512", "avx512_bf16".
+// "baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx".
 std::vector<std::string> instruction_sets();
 
 // Chooses one set for every later call of the process, or with "" the fastest for each dtype; the
@@ -17,17 +17,16 @@ std::vector<std::string> instruction_sets();
 // Throws std::invalid_argument for a name that is not in instruction_sets().
 void use_instruction_set(const std::string& name);
 
-// The set that serves `dtype` now. "avx512_bf16" holds bfloat16 only: float32 takes "avx512".
+// The set that serves `dtype` now. The sets after "avx512" hold bfloat16 only: float32 takes
+// "avx512".
 // Throws std::invalid_argument, as forward() does, if MULTIHEAD_ISA is not in instruction_sets().
 std::string instruction_set_for(Dtype dtype);
-
-// Whether the processor has AMX tiles for bfloat16, which torch uses and these kernels do not.
-bool has_amx();
 
 // Runs the call on at most `threads` threads. The same bits come out for any number of them.
 void forward(ForwardArgs args, int threads);
 
-// GF/s of "fma" (float32) or "dpbf16" on `threads` threads; NaN where the processor lacks it.
+// GF/s of "fma" (float32), "dpbf16" or "amx" (bfloat16) on `threads` threads; NaN where the
+// processor lacks it.
 // Throws std::invalid_argument for another kind.
 double peak(const std::string& kind, int threads);
 

@@ -10,9 +10,10 @@ import multihead as mh
 from close import assert_close
 from multihead.bench import attention, fresh, results, run, show, timing, verify
 from multihead.bench.limits import Limits
+from multihead.ops.backends import native
 from requires import require
 
-LIMITS = Limits(fma=100.0, dpbf16=None)
+LIMITS = Limits(fma=100.0, dpbf16=200.0, amx=400.0)
 SMALL = (
     attention.Row("full", 37, torch.float32),
     attention.Row("causal", 37, torch.bfloat16, mh.Causal()),
@@ -70,8 +71,9 @@ def test_a_row_is_timed_and_checked(row: attention.Row) -> None:
     times = entry["times"]
     assert entry["ratio"] == times["torch"]["median"] / times["native"]["median"]
     assert entry["gflops"] == pytest.approx(row.operations / times["native"]["median"] / 1e9)
-    assert entry["limit"] == "FMA"
-    assert entry["limit_share"] == pytest.approx(entry["gflops"] / 100)
+    name, limit = LIMITS.of(row.dtype)
+    assert entry["limit"] == name
+    assert entry["limit_share"] == pytest.approx(entry["gflops"] / limit)
     assert entry["check"]["passed"]
     assert f"{entry['ratio']:.2f}x" in show.attention_line(entry)
 
@@ -95,12 +97,24 @@ def test_statistics_are_weighed_against_the_plain_call() -> None:
     assert "statistics add" in show.attention_line(entry)
 
 
-def test_the_limit_is_that_of_the_dtype() -> None:
-    assert LIMITS.of(torch.bfloat16) == ("FMA", 100.0)
-    assert Limits(100.0, 200.0).of(torch.bfloat16) == ("dpbf16", 200.0)
-    assert Limits(100.0, 50.0).of(torch.bfloat16) == ("FMA", 100.0)
-    assert Limits(100.0, 200.0).of(torch.float32) == ("FMA", 100.0)
-    assert "dpbf16 not measurable here" in show.limits_line(LIMITS)
+@pytest.mark.parametrize(
+    ("instruction_set", "limit"),
+    [
+        ("avx2", ("FMA", 100.0)),
+        ("avx512", ("FMA", 100.0)),
+        ("avx512_bf16", ("dpbf16", 200.0)),
+        ("avx512_amx", ("AMX", 400.0)),
+    ],
+)
+def test_the_limit_is_that_of_the_instruction(
+    instruction_set: str, limit: tuple[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "instruction_set", lambda dtype: instruction_set)
+    assert LIMITS.of(torch.bfloat16) == limit
+
+
+def test_a_limit_that_is_not_here_is_shown_as_such() -> None:
+    assert "dpbf16 not measurable here" in show.limits_line(Limits(100.0, None, None))
 
 
 def test_the_last_line_is_one_json_document(

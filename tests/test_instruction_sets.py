@@ -80,6 +80,7 @@ def _expected_sets() -> list[str]:
         "avx2": {"avx2", "fma"},
         "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
         "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
+        "avx512_amx": {"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"},
     }
     return [name for name, needed in needs.items() if needed <= flags]
 
@@ -89,7 +90,7 @@ def _sets() -> list[str]:
     return native.instruction_sets()
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512_bf16"])
+@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"])
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each set in turn; the choice is undone afterwards."""
     require("native")
@@ -108,7 +109,8 @@ def test_every_set_of_the_processor_is_there() -> None:
 
 def test_the_chosen_set_serves(instruction_set: str) -> None:
     assert native.instruction_set(torch.bfloat16) == instruction_set
-    single = "avx512" if instruction_set == "avx512_bf16" else instruction_set
+    bfloat16_alone = instruction_set in ("avx512_bf16", "avx512_amx")
+    single = "avx512" if bfloat16_alone else instruction_set
     assert native.instruction_set(torch.float32) == single
 
 
@@ -139,6 +141,41 @@ def test_an_unknown_set_is_refused() -> None:
     require("native")
     with pytest.raises(mh.BackendError, match=r"'avx9'; this processor and build have baseline"):
         native.use_instruction_set("avx9")
+
+
+def test_tiles_that_the_kernel_refuses_are_not_used() -> None:
+    """Linux refuses them where a signal stack has no room for their 8 KiB."""
+    require("native")
+    if "avx512_amx" not in _sets():
+        pytest.skip("this processor does not run avx512_amx")
+    program = (
+        "import ctypes, torch\n"
+        "from multihead.ops.backends import native\n"
+        "class Stack(ctypes.Structure):\n"
+        "    _fields_ = [('at', ctypes.c_void_p), ('flags', ctypes.c_int), ('n', ctypes.c_size_t)]"
+        "\n"
+        "memory = ctypes.create_string_buffer(8192)\n"
+        "stack = Stack(ctypes.addressof(memory), 0, 8192)\n"
+        "assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0\n"
+        "print(native.instruction_set(torch.bfloat16), native.peak('amx', 1))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MULTIHEAD_ISA"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["avx512", "None"]
+
+
+def test_torch_and_the_kernels_take_turns_with_the_tiles() -> None:
+    require("native")
+    query, key, value = torch.randn(3, 2, 8, 131, 64).bfloat16().unbind()
+    matrix = torch.randn(259, 259).bfloat16()
+    ours = mh.attention(query, key, value, backend="native")
+    theirs = matrix @ matrix
+    for _ in range(3):
+        assert torch.equal(mh.attention(query, key, value, backend="native"), ours)
+        assert torch.equal(matrix @ matrix, theirs)
+        torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
 
 def test_the_environment_chooses() -> None:

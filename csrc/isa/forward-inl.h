@@ -28,22 +28,24 @@ struct Scratch {
   Scratch(const ForwardArgs& a, void* memory) : bytes(0) {
     const uintptr_t base = reinterpret_cast<uintptr_t>(memory);
     const int64_t width = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
-    const int64_t query_steps = elements_for(Product::terms, a.head_dim);
+    const int64_t out_rows = round_up(a.value_dim, kLanes);
+    const int64_t query_steps = steps_for<Product>(a.head_dim);
     tiles = take<Tile<Product>>(base, a.tiles_per_item);
     Element* queries = take<Element>(base, a.tiles_per_item * query_steps * kTile);
-    float* outs = take<float>(base, a.tiles_per_item * a.value_dim * kTile);
+    float* outs = take<float>(base, a.tiles_per_item * out_rows * kTile);
     keys = take<Element>(base, kKeyBlock * query_steps);
-    values = take<Element>(base, kKeyBlock / Product::terms * a.value_dim);
-    paired_weights = take<Element>(base, Product::terms == 1 ? 0 : kKeyBlock / 2 * kTile);
+    values = take<Element>(base, kKeyBlock / Product::terms *
+                                     round_up(a.value_dim, Product::column_multiple));
+    paired_weights = take<Element>(base, Product::terms == 1 ? 0 : kKeyPairs * kTile);
     scores = take<float>(base, kKeyBlock * kTile);
     bias = take<float>(base, a.bias.data ? kKeyBlock * kTile : 0);
-    strip = take<float>(base, width);
+    strip = take<float>(base, round_up(width, kLanes));
     key_offset = take<float>(base, kKeyBlock);
     bits = take<RowBits>(base, kKeyBlock + 1);
     if (!base) return;
     for (int64_t n = 0; n < a.tiles_per_item; ++n) {
       tiles[n].query = queries + n * query_steps * kTile;
-      tiles[n].out = outs + n * a.value_dim * kTile;
+      tiles[n].out = outs + n * out_rows * kTile;
     }
   }
 
@@ -109,13 +111,18 @@ INLINE const float* weights_operand(FloatProduct, const float* weights, int, int
 }
 
 #ifdef MULTIHEAD_PAIRS
-INLINE const uint32_t* weights_operand(PairProduct, const float* weights, int begin, int end,
-                                       uint32_t* paired) {
-  for (int k = begin; k < end; k += 2)
+// Of keys 2i and 2i + 1 together, zeros behind the last key.
+template <class Product>
+INLINE const typename Product::Element* weights_operand(Product, const float* weights, int begin,
+                                                        int end,
+                                                        typename Product::Element* paired) {
+  const int padded = static_cast<int>(steps_for<Product>(end)) * Product::terms;
+  for (int k = begin; k < padded; k += 2)
     UNROLL for (int j = 0; j < kTileVectors; ++j) {
       const float* w = weights + k * kTile + j * kLanes;
+      const Vec first = k < end ? load(w) : set1(0.0f);
       const Vec second = k + 1 < end ? load(w + kTile) : set1(0.0f);
-      PairProduct::store_weights(paired + k / 2 * kTile + j * kLanes, load(w), second);
+      Product::store_weights(paired + k / 2 * kTile + j * kLanes, first, second);
     }
   return paired;
 }
@@ -168,8 +175,7 @@ INLINE void attend(const ForwardArgs& a, const WorkItem& item, int64_t kv_head,
   }
   fetch_ahead(a, a.value, a.value_dim, b, kv_head, block.begin);
   score_block<Product>(block.keys.data + begin * block.keys.stride, block.keys.stride, tile.query,
-                       elements_for(Product::terms, a.head_dim), end - begin,
-                       scores + begin * kTile);
+                       steps_for<Product>(a.head_dim), end - begin, scores + begin * kTile);
 
   float per_bit = kLog2E * size_of_scale(a);
   if (makes_logits(a)) {
@@ -213,13 +219,16 @@ INLINE void attend(const ForwardArgs& a, const WorkItem& item, int64_t kv_head,
   }
   if (!seen.full && !block.is_scrubbed) scrub_values(a, b, kv_head, scratch, block);
   fetch_ahead(a, a.key, a.head_dim, b, kv_head, block.end);
+  // Pairs go over the weights, in the first-level cache, unless odd values still need those.
+  typename Product::Element* paired = block.odd_count
+                                          ? scratch.paired_weights
+                                          : reinterpret_cast<typename Product::Element*>(scores);
   const typename Product::Element* weights =
-      weights_operand(Product{}, scores, begin, end, scratch.paired_weights);
+      weights_operand(Product{}, scores, begin, end, paired);
   const int first_step = begin / Product::terms;
   value_block<Product>(block.values.data + first_step * block.values.stride, block.values.stride,
                        weights + first_step * kTile,
-                       elements_for(Product::terms, end) - first_step, state.decay, a.value_dim,
-                       tile.out);
+                       steps_for<Product>(end) - first_step, state.decay, a.value_dim, tile.out);
   if (block.odd_count) add_odd_values(a, b, kv_head, scratch, block, seen, tile.out);
 }
 
@@ -295,6 +304,15 @@ template <class Product>
 size_t scratch_bytes(const ForwardArgs& a) {
   return Scratch<Product>(a, nullptr).bytes;
 }
+
+#ifdef MULTIHEAD_TILES
+// Tiles belong to the thread. Released, they are no state that a switch of threads must save.
+NOINLINE void forward_in_tiles(const ForwardArgs& a, const WorkItem& item, void* memory) {
+  _tile_loadconfig(&kTileConfig);
+  forward<TileProduct>(a, item, memory);
+  _tile_release();
+}
+#endif
 
 }  // namespace
 }  // namespace multihead

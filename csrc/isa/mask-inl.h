@@ -7,6 +7,7 @@ namespace {
 // Keys in a block. With 64 keys of width 64 the block's K or V, the tile's queries or outputs and
 // the scores fit a first-level cache of 32 to 48 KiB together.
 constexpr int kKeyBlock = 64;
+constexpr int kKeyPairs = kKeyBlock / 2;
 
 // A bit for each row of a tile: which rows see a key.
 typedef uint64_t RowBits;

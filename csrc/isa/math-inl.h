@@ -7,9 +7,15 @@ namespace {
 #ifdef MULTIHEAD_NARROW
 // For calls with fewer queries than one vector has lanes: 8 chains hide the latency.
 constexpr int kTileVectors = 1;
-constexpr int kBlockRows = 8;
 #else
 constexpr int kTileVectors = kWideTileVectors;
+#endif
+// Keys, or columns of V, that the registers take together.
+#if defined(MULTIHEAD_TILES)
+constexpr int kBlockRows = 32;
+#elif defined(MULTIHEAD_NARROW)
+constexpr int kBlockRows = 8;
+#else
 constexpr int kBlockRows = kWideBlockRows;
 #endif
 constexpr int kTile = kTileVectors * kLanes;  // queries in a tile, one per lane

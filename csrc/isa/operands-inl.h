@@ -9,6 +9,16 @@ INLINE int64_t elements_for(int64_t terms_per_element, int64_t n) {
   return (n + terms_per_element - 1) / terms_per_element;
 }
 
+INLINE int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// Steps of the sum over `width` terms.
+template <class Product>
+INLINE int64_t steps_for(int64_t width) {
+  return round_up(elements_for(Product::terms, width), Product::step_multiple);
+}
+
 // Q^T [D, tile]. The sign of the scale goes into Q, which rounds nothing, and its size into the
 // exponent: the largest product then is the largest score for negative scales too.
 NOINLINE void pack_query(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows,

@@ -20,5 +20,23 @@ double peak(int64_t steps) {
   return 2.0 * Product::terms * kLanes * kChains * static_cast<double>(steps);
 }
 
+#ifdef MULTIHEAD_TILES
+// Six chains, as in the products.
+NOINLINE double peak_of_tiles(int64_t steps) {
+  _tile_loadconfig(&kTileConfig);
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_dpbf16ps(5, 6, 7);
+  }
+  _tile_release();
+  constexpr double kOperations = 2.0 * 16 * 16 * 32;
+  return 6 * kOperations * static_cast<double>(steps);
+}
+#endif
+
 }  // namespace
 }  // namespace multihead

@@ -11,7 +11,9 @@ namespace {
 // float32 operands; a step is one term of the sum.
 struct FloatProduct {
   typedef float Element;
-  static constexpr int terms = 1;  // numbers of a sum that one element holds
+  static constexpr int terms = 1;            // numbers of a sum that one element holds
+  static constexpr int step_multiple = 1;    // operands are padded to multiples of these
+  static constexpr int column_multiple = 1;
 
   static INLINE Vec load_row(const Element* p) { return load(p); }
   static INLINE Vec broadcast_element(const Element* p) { return broadcast(p); }

@@ -70,12 +70,21 @@ INLINE void hide_scores(float* scores, int begin, int end, const RowBits* bits) 
 }
 
 INLINE void raise_maximum(const float* scores, int begin, int end, RowState& state) {
-  Vec top[kTileVectors];
-  UNROLL for (int j = 0; j < kTileVectors; ++j) top[j] = load(state.max + j * kLanes);
-  for (int k = begin; k < end; ++k)
-    UNROLL for (int j = 0; j < kTileVectors; ++j) top[j] =
-        max(top[j], load(scores + k * kTile + j * kLanes));
-  UNROLL for (int j = 0; j < kTileVectors; ++j) store(state.max + j * kLanes, top[j]);
+  Vec top[2][kTileVectors];  // of even and odd keys: one chain would wait for itself
+  UNROLL for (int j = 0; j < kTileVectors; ++j) top[0][j] = top[1][j] =
+      load(state.max + j * kLanes);
+  const auto raise = [&](int k, int part) INLINE_LAMBDA {
+    UNROLL for (int j = 0; j < kTileVectors; ++j) top[part][j] =
+        max(top[part][j], load(scores + k * kTile + j * kLanes));
+  };
+  int k = begin;
+  for (; k + 2 <= end; k += 2) {
+    raise(k, 0);
+    raise(k + 1, 1);
+  }
+  if (k < end) raise(k, 0);
+  UNROLL for (int j = 0; j < kTileVectors; ++j)
+    store(state.max + j * kLanes, max(top[0][j], top[1][j]));
 }
 
 // The largest q.k that a row sees; `scores` are not hidden yet.

@@ -35,17 +35,23 @@
 #include "operands-inl.h"
 #include "softmax-inl.h"
 #include "finish-inl.h"
+#ifdef MULTIHEAD_TILES
+#include "tiles_amx-inl.h"
+#endif
 #include "forward-inl.h"
 #include "peak-inl.h"
 
 namespace multihead {
 
-#ifdef MULTIHEAD_PAIRS
+#if defined(MULTIHEAD_TILES)
+extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<TileProduct>, forward_in_tiles,
+                                    Instruction::tdpbf16, peak_of_tiles};
+#elif defined(MULTIHEAD_PAIRS)
 extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<PairProduct>, forward<PairProduct>,
-                                    nullptr, peak<PairProduct>};
+                                    Instruction::dpbf16, peak<PairProduct>};
 #else
 extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>,
-                                    peak<FloatProduct>, nullptr};
+                                    Instruction::fma, peak<FloatProduct>};
 #endif
 
 }  // namespace multihead

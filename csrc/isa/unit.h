@@ -7,12 +7,15 @@
 
 namespace multihead {
 
+// What the two matrix products of a unit are made of.
+enum class Instruction { fma, dpbf16, tdpbf16 };
+
 struct Unit {
   int tile_rows;                                          // queries in one tile
   size_t (*scratch_bytes)(const ForwardArgs&);            // per thread
   void (*forward)(const ForwardArgs&, const WorkItem&, void* scratch);
-  double (*peak_fma)(int64_t steps);     // runs float32 FMAs, returns how many operations
-  double (*peak_dpbf16)(int64_t steps);  // the same for dpbf16ps; null where there is none
+  Instruction instruction;       // all but fma take bfloat16 alone
+  double (*peak)(int64_t steps); // runs the instruction, returns how many operations
 };
 
 }  // namespace multihead

@@ -10,11 +10,15 @@ typedef __m512 Vec;
 typedef __mmask16 LaneMask;
 
 constexpr int kLanes = 16;
+#ifdef MULTIHEAD_TILES
+constexpr int kWideTileVectors = 2;  // see multiply() of the tiles
+#else
 // 32 registers: 8 x 3 accumulators, 3 vectors of the right-hand side, one broadcast. 24 chains
 // hide 4 to 6 cycles of latency on two ports, and 11 loads for 24 multiply-adds leave the load
 // ports time to refill the first-level cache: 8 x 2, which loads 10 for 16, was 10 % slower.
 constexpr int kWideTileVectors = 3;
 constexpr int kWideBlockRows = 8;
+#endif
 
 INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
@@ -44,6 +48,38 @@ INLINE uint32_t equal_bits(const int32_t* row, int32_t x) {
 }
 INLINE uint32_t at_most_bits(const int32_t* row, int32_t x) {
   return _mm512_cmple_epi32_mask(_mm512_loadu_si512(row), _mm512_set1_epi32(x));
+}
+
+// Lane j of x[i] and lane i of x[j] change places.
+INLINE void transpose(Vec x[16]) {
+  Vec y[16];
+  UNROLL for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  const auto low = [](Vec a, Vec b) INLINE_LAMBDA {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  const auto high = [](Vec a, Vec b) INLINE_LAMBDA {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  // Then 128-bit part n of x[4 i + c] holds lane 4 n + c of what was in 4 i to 4 i + 3.
+  UNROLL for (int i = 0; i < 16; i += 4) {
+    x[i] = low(y[i], y[i + 2]);
+    x[i + 1] = high(y[i], y[i + 2]);
+    x[i + 2] = low(y[i + 1], y[i + 3]);
+    x[i + 3] = high(y[i + 1], y[i + 3]);
+  }
+  UNROLL for (int c = 0; c < 4; ++c) {
+    const Vec a = _mm512_shuffle_f32x4(x[c], x[4 + c], 0x44);
+    const Vec b = _mm512_shuffle_f32x4(x[8 + c], x[12 + c], 0x44);
+    const Vec d = _mm512_shuffle_f32x4(x[c], x[4 + c], 0xee);
+    const Vec e = _mm512_shuffle_f32x4(x[8 + c], x[12 + c], 0xee);
+    x[c] = _mm512_shuffle_f32x4(a, b, 0x88);
+    x[4 + c] = _mm512_shuffle_f32x4(a, b, 0xdd);
+    x[8 + c] = _mm512_shuffle_f32x4(d, e, 0x88);
+    x[12 + c] = _mm512_shuffle_f32x4(d, e, 0xdd);
+  }
 }
 
 INLINE Vec round(Vec x) {

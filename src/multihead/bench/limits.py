@@ -8,6 +8,9 @@ import torch
 
 from multihead.ops.backends import native
 
+# What the products of a set are made of, where that is not the FMA in float32.
+_INSTRUCTIONS = {"avx512_bf16": "dpbf16", "avx512_amx": "AMX"}
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -15,6 +18,7 @@ class Limits:
 
     fma: float
     dpbf16: float | None
+    amx: float | None
 
     @classmethod
     def measure(cls, threads: int) -> Limits:
@@ -30,17 +34,18 @@ class Limits:
 
         fma = best("fma")
         assert fma is not None
-        return cls(fma, best("dpbf16"))
+        return cls(fma, best("dpbf16"), best("amx"))
 
     def of(self, dtype: torch.dtype) -> tuple[str, float]:
-        """The limit on products in `dtype`, by name and in GF/s.
+        """The limit of the instruction that serves `dtype` now, by name and in GF/s.
 
-        bfloat16 may also be widened and multiplied in float32, which some processors do faster.
+        bfloat16 is widened and multiplied in float32 where no set for it is the fastest.
         """
-        if dtype == torch.bfloat16 and self.dpbf16 is not None and self.dpbf16 > self.fma:
-            return "dpbf16", self.dpbf16
-        return "FMA", self.fma
+        name = _INSTRUCTIONS.get(native.instruction_set(dtype) or "", "FMA")
+        peak = self.to_json()[name]
+        assert peak is not None
+        return name, peak
 
     def to_json(self) -> dict[str, float | None]:
         """GF/s by the limit's name."""
-        return {"FMA": self.fma, "dpbf16": self.dpbf16}
+        return {"FMA": self.fma, "dpbf16": self.dpbf16, "AMX": self.amx}

@@ -56,16 +56,6 @@ def reasons(problem: Problem) -> list[str]:
     return found
 
 
-def reluctance(problem: Problem) -> list[str]:
-    """Why another kernel would be the better choice for a call that these kernels can serve."""
-    if problem.query.dtype == torch.bfloat16 and _native is not None and _native.has_amx():
-        return [
-            "This processor has AMX, which torch's own bfloat16 attention uses and this one "
-            "does not."
-        ]
-    return []
-
-
 def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     """The output [B, H, Lq, Dv] in query's dtype, and the statistics of `problem.stats`.
 
@@ -124,9 +114,9 @@ def instruction_sets() -> list[str]:
 def instruction_set(dtype: torch.dtype = torch.float32) -> str | None:
     """The set that serves `dtype` now; None if the extension is not built.
 
-    MULTIHEAD_ISA or `use_instruction_set` override the choice. "avx512_bf16" holds bfloat16
-    alone: where it is chosen, float32 still takes the fastest other set. Raises BackendError if
-    MULTIHEAD_ISA names a set that this processor lacks.
+    MULTIHEAD_ISA or `use_instruction_set` override the choice. "avx512_bf16" and "avx512_amx" hold
+    bfloat16 alone: where one is chosen, float32 still takes the fastest other set. Raises
+    BackendError if MULTIHEAD_ISA names a set that this processor lacks.
     """
     if _native is None:
         return None
@@ -153,7 +143,7 @@ def build_info() -> str | None:
 
 
 def peak(kind: str, threads: int) -> float | None:
-    """Measure the processor's limit in GF/s: "fma" in float32, or "dpbf16".
+    """Measure the processor's limit in GF/s: "fma" in float32, "dpbf16" or "amx" in bfloat16.
 
     None where the processor lacks the instruction. Takes some ten milliseconds. Raises
     BackendError if the extension is not built.
