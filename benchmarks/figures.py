@@ -70,7 +70,17 @@ def _attention_section(document: Document) -> str:
         if "ratio" in row
     ]
     table = _table(
-        ("call", "dtype", "native ms", "torch ms", "ratio", "GF/s", "of the limit", "error"), rows
+        (
+            "call",
+            "dtype",
+            "native ms",
+            "torch ms",
+            "ratio",
+            "GF/s",
+            "of the limit",
+            "error, ours / torch's",
+        ),
+        rows,
     )
     return f"{_where(document)} {_limits(document)}\n\n{table}\n{_statistics(document)}\n"
 
@@ -112,7 +122,7 @@ def _where(document: Document) -> str:
     threads = f"{machine['threads']} threads" if machine["threads"] != 1 else "1 thread"
     return (
         f"**{machine['class']}**: {machine['processor']}, {threads}, "
-        f"{machine['instruction_set']} kernels, torch {versions['torch']}, commit "
+        f"bfloat16 on {machine['instruction_set']}, torch {versions['torch']}, commit "
         f"{document['commit'] or 'unknown'}: `{document['command']}`."
     )
 
