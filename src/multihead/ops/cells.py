@@ -43,7 +43,7 @@ def visible_at(parts: MaskParts, rows_q: Tensor, columns_bqk: Tensor) -> Tensor:
 
 def keys_at(values_bk: Tensor, columns_bqk: Tensor) -> Tensor:
     """`values[b, columns[b, i, j]]` of a tensor [B|1, Lk]: [B|1, q|1, k]."""
-    batch = max(values_bk.shape[0], columns_bqk.shape[0])
+    (batch,) = torch.broadcast_shapes(values_bk.shape[:1], columns_bqk.shape[:1])
     columns_bqk = columns_bqk.expand(batch, -1, -1)
     found = values_bk.expand(batch, -1).gather(-1, columns_bqk.flatten(1))
     return found.view(columns_bqk.shape)
@@ -55,8 +55,8 @@ def cells_at(values_bhqk: Tensor, rows_q: Tensor, columns_bqk: Tensor) -> Tensor
     Returns [B|1, H|1, q|1, k|1]: an axis that `values` does not tell apart stays at 1.
     """
     batch, heads, rows, columns = values_bhqk.shape
-    row_q1 = rows_q[:, None] if rows > 1 else rows_q.new_zeros((1, 1))
-    column_bhqk = columns_bqk[:, None] if columns > 1 else columns_bqk.new_zeros((1, 1, 1, 1))
+    row_q1 = rows_q[:, None] if rows != 1 else rows_q.new_zeros((1, 1))
+    column_bhqk = columns_bqk[:, None] if columns != 1 else columns_bqk.new_zeros((1, 1, 1, 1))
     sample_b111 = torch.arange(batch, device=rows_q.device).view(-1, 1, 1, 1)
     head_h11 = torch.arange(heads, device=rows_q.device).view(-1, 1, 1)
     return values_bhqk[sample_b111, head_h11, row_q1, column_bhqk]
