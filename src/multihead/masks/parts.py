@@ -141,7 +141,8 @@ class MaskParts:
                 inside = (column_k >= begin_bhq[..., None]) & (column_k < end_bhq[..., None])
                 visible = visible | inside
         else:
-            visible = self._visible_by_position(rows, columns)
+            position_q = self.query_position(rows)[..., None]
+            visible = self.visible_by_position(position_q, self.key_position(columns))
         if self.key_visible is not None:
             visible = visible & self.key_visible[:, None, None, columns]
         if self.query_ids is not None and self.key_ids is not None:
@@ -190,9 +191,12 @@ class MaskParts:
             total -= int(before.gather(-1, begin_bhq.expand(batch, end_bhq.shape[1], -1)).sum())
         return total
 
-    def _visible_by_position(self, rows: slice, columns: slice) -> Tensor:
-        position_q = self.query_position(rows)[..., None]
-        position_k = self.key_position(columns)
+    def visible_by_position(self, position_q: Tensor, position_k: Tensor) -> Tensor:
+        """What `left` and `right` let in, as a comparison of positions; bool [B|1, H|1, q, k].
+
+        For explicit key positions, which have no intervals of columns. `position_q` is int64
+        [B|1, 1, q, 1], `position_k` [B|1, 1, q|1, k].
+        """
         visible = torch.ones_like(position_q == position_k)
         if self.left is not None:
             near = position_k >= position_q - _shaped(self.left, 1, -1, 1, 1)

@@ -8,8 +8,6 @@ Shape suffixes: b batch, h head, q chosen row, k chosen column.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,9 @@ def visible_at(parts: MaskParts, rows_q: Tensor, columns_bqk: Tensor) -> Tensor:
     column_bhqk = columns_bqk[:, None]
     shape = (1, 1, len(rows_q), columns_bqk.shape[-1])
     if parts.key_positions is not None:
-        visible = _visible_by_position(parts, parts.key_positions, rows_q, columns_bqk)
+        position_q = parts.query_position(slice(0, parts.query_length))[..., rows_q, None]
+        position_k = keys_at(parts.key_positions, columns_bqk)[:, None].long()
+        visible = parts.visible_by_position(position_q, position_k)
     else:
         visible = torch.zeros(shape, dtype=torch.bool, device=rows_q.device)
         for bounds in parts.intervals(slice(0, parts.query_length)):
@@ -60,26 +60,3 @@ def cells_at(values_bhqk: Tensor, rows_q: Tensor, columns_bqk: Tensor) -> Tensor
     sample_b111 = torch.arange(batch, device=rows_q.device).view(-1, 1, 1, 1)
     head_h11 = torch.arange(heads, device=rows_q.device).view(-1, 1, 1)
     return values_bhqk[sample_b111, head_h11, row_q1, column_bhqk]
-
-
-def _visible_by_position(
-    parts: MaskParts, key_positions_bk: Tensor, rows_q: Tensor, columns_bqk: Tensor
-) -> Tensor:
-    position_q = parts.query_position(slice(0, parts.query_length))[..., rows_q, None]
-    position_k = keys_at(key_positions_bk, columns_bqk)[:, None].long()
-    visible = torch.ones_like(position_q == position_k)
-    if parts.left is not None:
-        near = position_k >= position_q - _shaped(parts.left, 1, -1, 1, 1)
-        if parts.keep_first > 0:
-            near = near | (position_k < parts.keep_first)
-        visible = visible & near
-    if parts.right is not None:
-        near = position_k <= position_q + _shaped(parts.right, 1, -1, 1, 1)
-        prefix = torch.as_tensor(_shaped(parts.prefix, -1, 1, 1, 1), device=rows_q.device)
-        visible = visible & (near | ((position_k < prefix) & (prefix > 0)))
-    return visible
-
-
-def _shaped(value: int | Tensor, *shape: int) -> Any:
-    """A vector as int64 in `shape`; an int as it is."""
-    return value.long().view(shape) if isinstance(value, Tensor) else value
