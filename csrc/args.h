@@ -56,7 +56,7 @@ struct Statistics {
 };
 
 struct ForwardArgs {
-  Dtype dtype;  // of query, key, value and out: float32 or bfloat16
+  Dtype dtype;  // of query, key, value and out: float32, bfloat16 or float16
   int64_t batch, heads, kv_heads, query_length, key_length, head_dim, value_dim;
   Tensor4 query, key, value;
   void* out;
@@ -72,9 +72,10 @@ struct ForwardArgs {
   int64_t tiles_per_item;  // query tiles that one work item takes through the keys together
 };
 
-// One work item: `tiles_per_item` query tiles of one head.
+// The query rows of `heads` neighboring heads of one KV head, one head after the other: row n is
+// query n % Lq of head first_head + n / Lq. A work item begins at first_row.
 struct WorkItem {
-  int64_t batch, head, first_query;
+  int64_t batch, first_head, heads, first_row;
 };
 
 }  // namespace multihead

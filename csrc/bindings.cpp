@@ -132,6 +132,7 @@ NB_MODULE(_native, m) {
         "mask"_a, "statistics"_a, "threads"_a);
   m.def("instruction_sets", instruction_sets);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
+  m.def("use_decoder", use_decoder, "on"_a);
   m.def("instruction_set_for", instruction_set_for, "dtype"_a);
   m.def("peak", peak, "kind"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
   m.attr("BUILD") = MULTIHEAD_BUILD;

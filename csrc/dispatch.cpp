@@ -31,7 +31,7 @@ namespace {
 
 struct Entry {
   const char* name;
-  const Unit *unit, *narrow;  // narrow: for calls whose queries fit one vector
+  const Unit *unit, *narrow;  // narrow: for calls whose rows fit a vector or two
   bool (*runs)();
 };
 
@@ -107,6 +107,8 @@ std::atomic<int>& choice() {
   return chosen;
 }
 
+std::atomic<bool> decoder_is_on{true};
+
 bool serves(const Entry& entry, Dtype dtype) {
   return dtype == Dtype::bfloat16 || entry.unit->instruction == Instruction::fma;
 }
@@ -132,29 +134,109 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-// Multiply-adds of the call, from above: masks without a closed form count as dense.
-double work_of(const ForwardArgs& a) {
-  double keys = static_cast<double>(a.key_length);
+// Keys that a row sees, from above: masks without a closed form count as dense.
+double visible_keys(const ForwardArgs& a) {
   const Mask& mask = a.mask;
-  if (mask.has_left && mask.has_right && !mask.left.data && !mask.right.data)
-    keys = std::min(keys, double(mask.left.value) + mask.right.value + 1);
-  return double(a.batch) * a.heads * a.query_length * keys * (a.head_dim + a.value_dim);
+  const double keys = double(a.key_length);
+  if (!mask.has_left || !mask.has_right || mask.left.data || mask.right.data) return keys;
+  return std::min(keys, double(mask.left.value) + mask.right.value + 1);
 }
 
 // About 100 microseconds of one core: less is not worth waking a thread for.
-constexpr double kWorthAThread = 5e6;
+constexpr double kMultiplyAdds = 5e6, kBytesRead = 1e6;
+
+int worth_threads(double work, double of_one, int threads) {
+  return work / of_one < threads ? std::max(1, int(work / of_one)) : threads;
+}
+
+// Memory for `threads` threads, each from a page of its own.
+class Workspace {
+ public:
+  Workspace(size_t bytes, int64_t count)
+      : bytes_((bytes + 4095) / 4096 * 4096),
+        memory_(static_cast<char*>(std::aligned_alloc(4096, bytes_ * count))) {
+    if (!memory_) throw std::bad_alloc();
+  }
+  void* of(int64_t thread) const { return memory_.get() + bytes_ * thread; }
+
+ private:
+  size_t bytes_;
+  std::unique_ptr<char, Free> memory_;
+};
 
 // Tiles of an item share the block of K and V that is in the cache, and its copy where one is
 // needed; but every thread should get several items. No result depends on it.
-int64_t tiles_per_item(const ForwardArgs& a, const Unit& unit, int threads) {
+int64_t tiles_per_item(const ForwardArgs& a, const Unit& unit, int64_t tiles, int64_t groups,
+                       int threads) {
   // V is transposed once an item for tdpbf16ps: more of its small tiles should share that.
   const int64_t most = unit.instruction == Instruction::tdpbf16 ? 32 : 8;
   constexpr double kTileBytes = 512 * 1024;  // queries and outputs of an item, in half the L2
-  const int64_t tiles = (a.query_length + unit.tile_rows - 1) / unit.tile_rows;
-  const int64_t fair = a.batch * a.heads * tiles / (8 * threads);
+  const int64_t fair = groups * tiles / (8 * threads);
   const int64_t fits =
       int64_t(kTileBytes / (double(a.head_dim + a.value_dim) * unit.tile_rows * sizeof(float)));
   return std::max<int64_t>(1, std::min({most, fair, fits, tiles}));
+}
+
+// Item n of the groups of `heads` heads that the call's heads are split into.
+WorkItem item_of(const ForwardArgs& a, int64_t n, int64_t heads, int64_t first_row) {
+  const int64_t groups = a.heads / heads;
+  return {n / groups, n % groups * heads, heads, first_row};
+}
+
+// Tiles of queries go through the keys that they may see.
+void prefill(ForwardArgs args, const Entry& entry, int threads) {
+  // Where one head's queries leave a tile half empty, those of its whole group lie side by side.
+  const bool together = args.query_length < entry.unit->tile_rows;
+  const int64_t heads = together ? args.heads / args.kv_heads : 1;
+  const int64_t rows = heads * args.query_length;
+  const bool narrow =
+      rows <= entry.narrow->tile_rows ||
+      (rows <= 2 * entry.narrow->tile_rows && 2 * entry.narrow->tile_rows < entry.unit->tile_rows);
+  const Unit& unit = narrow ? *entry.narrow : *entry.unit;
+  const int64_t groups = args.batch * args.heads / heads;
+  const int64_t tiles = (rows + unit.tile_rows - 1) / unit.tile_rows;
+  const double work = double(groups) * rows * visible_keys(args) * (args.head_dim + args.value_dim);
+  threads = worth_threads(work, kMultiplyAdds, threads);
+  args.tiles_per_item = tiles_per_item(args, unit, tiles, groups, threads);
+
+  const int64_t parts = (tiles + args.tiles_per_item - 1) / args.tiles_per_item;
+  threads = int(std::min<int64_t>(threads, groups * parts));
+  if (threads < 1) return;
+  const Workspace scratch(unit.scratch_bytes(args), threads);
+  for_each_item(groups * parts, threads, [&](int64_t n, int thread) {
+    // Later queries see more keys under a causal mask: the longest items first, of all heads.
+    const int64_t first_row = (parts - 1 - n / groups) * args.tiles_per_item * unit.tile_rows;
+    unit.forward(args, item_of(args, n % groups, heads, first_row), scratch.of(thread));
+  });
+}
+
+// Few rows, which fit a tile together with all of their group, go through chunks of the keys.
+void decode(const ForwardArgs& args, const Decoder& decoder, int threads) {
+  const int64_t heads = args.heads / args.kv_heads, groups = args.batch * args.kv_heads;
+  const int64_t chunks =
+      std::max<int64_t>(1, (args.key_length + decoder.chunk_keys - 1) / decoder.chunk_keys);
+  const double bytes = double(groups) * visible_keys(args) * (args.head_dim + args.value_dim) *
+                       (args.dtype == Dtype::float32 ? 4 : 2);
+  threads = worth_threads(bytes, kBytesRead, threads);
+  threads = int(std::min<int64_t>(threads, groups * chunks));
+  if (threads < 1) return;
+  const Workspace scratch(decoder.scratch_bytes(args), threads);
+  const int64_t part_bytes = int64_t(decoder.part_bytes(args));
+  // One chunk is finished at once; the parts of several are kept until all are there.
+  const bool whole = chunks == 1;
+  const Workspace parts(part_bytes * (whole ? 1 : chunks), whole ? threads : groups);
+  for_each_item(groups * chunks, threads, [&](int64_t n, int thread) {
+    const int64_t group = n / chunks, chunk = n % chunks;
+    const WorkItem item = item_of(args, group, heads, 0);
+    char* all = static_cast<char*>(parts.of(whole ? thread : group));
+    decoder.decode(args, item, chunk, scratch.of(thread), all + chunk * part_bytes);
+    if (whole) decoder.finish(args, item, scratch.of(thread), all, 1);
+  });
+  if (whole) return;
+  for_each_item(groups, threads, [&](int64_t group, int thread) {
+    decoder.finish(args, item_of(args, group, heads, 0), scratch.of(thread), parts.of(group),
+                   chunks);
+  });
 }
 
 }  // namespace
@@ -170,33 +252,20 @@ void use_instruction_set(const std::string& name) {
   choice().store(index_or_throw(name, "use_instruction_set"));
 }
 
+void use_decoder(bool on) { decoder_is_on.store(on, std::memory_order_relaxed); }
+
 std::string instruction_set_for(Dtype dtype) { return entry_for(dtype).name; }
 
-void forward(ForwardArgs args, int threads) {
+void forward(const ForwardArgs& args, int threads) {
+  if (args.batch * args.heads * args.query_length == 0) return;
   const Entry& entry = entry_for(args.dtype);
-  const bool narrow = args.query_length <= entry.narrow->tile_rows;
-  const Unit& unit = narrow ? *entry.narrow : *entry.unit;
-  const double worth = work_of(args) / kWorthAThread;
-  if (worth < threads) threads = std::max(1, int(worth));
-  args.tiles_per_item = tiles_per_item(args, unit, threads);
-
-  const int64_t rows = args.tiles_per_item * unit.tile_rows;
-  const int64_t heads = args.batch * args.heads;
-  const int64_t groups = (args.query_length + rows - 1) / rows;
-  threads = int(std::min<int64_t>(threads, heads * groups));
-  if (threads < 1) return;
-
-  const size_t bytes = (unit.scratch_bytes(args) + 4095) / 4096 * 4096;
-  const std::unique_ptr<char, Free> scratch(
-      static_cast<char*>(std::aligned_alloc(4096, bytes * threads)));
-  if (!scratch) throw std::bad_alloc();
-
-  for_each_item(heads * groups, threads, [&](int64_t item, int thread) {
-    // Later queries see more keys under a causal mask: the longest items first, of all heads.
-    const int64_t group = groups - 1 - item / heads, head = item % heads;
-    unit.forward(args, {head / args.heads, head % args.heads, group * rows},
-                 scratch.get() + bytes * thread);
-  });
+  // Chosen from shapes alone: a row's bits must not depend on the batch around it.
+  const Unit& few = *entry_for(Dtype::float32).narrow;
+  const bool fits = args.heads / args.kv_heads * args.query_length <= few.tile_rows;
+  if (fits && decoder_is_on.load(std::memory_order_relaxed))
+    decode(args, few.decoder, threads);
+  else
+    prefill(args, entry, threads);
 }
 
 double peak(const std::string& kind, int threads) {

@@ -17,13 +17,17 @@ std::vector<std::string> instruction_sets();
 // Throws std::invalid_argument for a name that is not in instruction_sets().
 void use_instruction_set(const std::string& name);
 
+// Whether calls of few rows take kernels of their own, as they do from the start. Tests turn it off
+// to run small cases through the tiles.
+void use_decoder(bool on);
+
 // The set that serves `dtype` now. The sets after "avx512" hold bfloat16 only: float32 takes
 // "avx512".
 // Throws std::invalid_argument, as forward() does, if MULTIHEAD_ISA is not in instruction_sets().
 std::string instruction_set_for(Dtype dtype);
 
 // Runs the call on at most `threads` threads. The same bits come out for any number of them.
-void forward(ForwardArgs args, int threads);
+void forward(const ForwardArgs& args, int threads);
 
 // GF/s of "fma" (float32), "dpbf16" or "amx" (bfloat16) on `threads` threads; NaN where the
 // processor lacks it.

@@ -18,7 +18,7 @@ from cases import CASES, Case
 from multihead.ops.backends import native
 from requires import require
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # Lengths and widths around a vector (4, 8, 16 lanes), a tile (8, 24, 32 rows) and a key block (64).
 EDGES = [
@@ -28,6 +28,56 @@ EDGES = [
     Case("above a tile", query_length=33, key_length=65, head_dim=7, value_dim=8, softcap=1.3),
     Case("two blocks", query_length=47, key_length=127, head_dim=3, value_dim=9, mask=mh.Causal()),
     Case("three blocks", query_length=67, key_length=131, head_dim=17, value_dim=33, sinks=True),
+    Case(
+        "chunks",
+        batch=1,
+        heads=6,
+        kv_heads=2,
+        query_length=2,
+        key_length=2300,
+        head_dim=24,
+        value_dim=40,
+        softcap=3.0,
+        sinks=1.0,
+        mask=mh.Causal() & mh.Window(1500, None, 3),
+    ),
+    Case(
+        "chunks of ragged rows",
+        heads=16,
+        kv_heads=4,
+        query_length=1,
+        key_length=2050,
+        bias=(1, 16, 1, 2050),
+        mask=mh.KeyLengths(torch.tensor([2049, 700])) & mh.Causal(),
+    ),
+    Case(
+        "a chunk that is hidden",
+        heads=2,
+        kv_heads=1,
+        query_length=3,
+        key_length=2100,
+        bias="alibi",
+        mask=mh.Window(40, None, keep_first=1),
+    ),
+    Case(
+        "side by side",
+        heads=6,
+        kv_heads=2,
+        query_length=13,
+        key_length=150,
+        bias="alibi",
+        sinks=1.0,
+        mask=mh.Window(torch.tensor([3, 9, 70, 0, 20, 149]), 0),
+    ),
+    Case(
+        "side by side with dense",
+        heads=4,
+        kv_heads=2,
+        query_length=11,
+        key_length=140,
+        bias=(2, 4, 11, 140),
+        mask=mh.Dense(torch.rand((2, 4, 1, 140), generator=torch.Generator().manual_seed(2)) < 0.6),
+    ),
     Case("wide", query_length=37, key_length=71, head_dim=80, value_dim=80, mask=mh.Causal()),
     Case("wider", query_length=35, key_length=73, head_dim=192, value_dim=128, mask=mh.Causal()),
     Case("widest", query_length=5, key_length=69, head_dim=576, value_dim=512, mask=mh.Causal()),
@@ -100,6 +150,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     native.use_instruction_set(name)
     yield name
     native.use_instruction_set(None)
+    native.use_decoder(True)
 
 
 def test_every_set_of_the_processor_is_there() -> None:
@@ -123,15 +174,17 @@ def _run(case: Case, dtype: torch.dtype, backend: str) -> mh.AttentionResult:
     return (_reference if backend == "reference" else _compute)(case, dtype, backend)
 
 
+@pytest.mark.parametrize("decoder", [True, False], ids=["few rows decode", "all in tiles"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_case(
-    instruction_set: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    instruction_set: str, dtype: torch.dtype, decoder: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if dtype == torch.float32 and instruction_set in ("avx512_bf16", "avx512_amx"):
+    if dtype != torch.bfloat16 and instruction_set in ("avx512_bf16", "avx512_amx"):
         assert native.instruction_set(dtype) == "avx512"  # these sets hold bfloat16 alone
         return
     assert native.instruction_set(dtype) == instruction_set
     monkeypatch.setattr(checks, "run", _run)
+    native.use_decoder(decoder)
     for case in (*CASES, *EDGES):
         try:
             checks.check_forward(case, dtype, "native")

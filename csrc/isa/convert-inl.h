@@ -33,6 +33,17 @@ INLINE float from_float16(uint16_t x) {
   return from_bits(sign | to_bits(from_bits(rest << 13) * 0x1p112f));
 }
 
+// Round to nearest even, subnormal numbers included; a NaN keeps its sign and stays quiet.
+INLINE uint16_t to_float16(float x) {
+  const uint32_t bits = to_bits(x);
+  const uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (size >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and more
+  if (size < 0x38800000u)  // below 2^-14: the sum's last bit is worth 2^-24
+    return static_cast<uint16_t>(sign | (to_bits(from_bits(size) + 0.5f) - to_bits(0.5f)));
+  return static_cast<uint16_t>(sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13);
+}
+
 INLINE int64_t element_bytes(Dtype dtype) {
   return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2;
 }
@@ -64,14 +75,28 @@ NOINLINE void read_floats(Dtype dtype, const void* data, int64_t offset, int64_t
   }
 }
 
+template <class Element, class Convert>
+INLINE void write_strip(const float* from, int64_t n, Element* to, int64_t stride,
+                        Convert convert) {
+  if (stride == 1)
+    for (int64_t i = 0; i < n; ++i) to[i] = convert(from[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) to[i * stride] = convert(from[i]);
+}
+
+// Element offset + i * stride of `data` = from[i].
 NOINLINE void write_floats(Dtype dtype, void* data, int64_t offset, int64_t stride, int64_t n,
                            const float* from) {
-  if (dtype == Dtype::float32) {
-    float* to = static_cast<float*>(data) + offset;
-    for (int64_t i = 0; i < n; ++i) to[i * stride] = from[i];
-  } else {
-    uint16_t* to = static_cast<uint16_t*>(data) + offset;
-    for (int64_t i = 0; i < n; ++i) to[i * stride] = to_bfloat16(from[i]);
+  uint16_t* halves = static_cast<uint16_t*>(data) + offset;
+  switch (dtype) {
+    case Dtype::float32:
+      return write_strip(from, n, static_cast<float*>(data) + offset, stride,
+                         [](float x) { return x; });
+    case Dtype::bfloat16: return write_strip(from, n, halves, stride, to_bfloat16);
+    case Dtype::float16: return write_strip(from, n, halves, stride, to_float16);
+    case Dtype::float64:
+      return write_strip(from, n, static_cast<double*>(data) + offset, stride,
+                         [](float x) { return static_cast<double>(x); });
   }
 }
 

@@ -104,28 +104,28 @@ INLINE void read_row(const float* out, int64_t value_dim, int r, float factor, f
 }
 #endif
 
-// Writes rows [0, count) of the tile from O^T [Dv, tile].
-NOINLINE void finish_tile(const ForwardArgs& a, const WorkItem& item, int64_t first_query,
-                          int count, const RowState& state, float* out, float* strip) {
-  turn_blocks(out, a.value_dim);
+// Writes the tile's rows; read(r, factor, strip) gives strip[:] = factor * O[r, :].
+template <class Read>
+INLINE void finish_rows(const ForwardArgs& a, int64_t b, const TileRows& rows,
+                        const RowState& state, float* strip, Read read) {
   const Statistics& to = a.statistics;
   const bool wants = to.lse || to.entropy || to.max_logit || to.max_qk || to.max_weight ||
                      to.mean_distance || to.sink_mass || to.participation || to.argmax;
   const bool has_sink = a.sinks != nullptr;
-  const double sink = has_sink ? a.sinks[item.head] : 0.0;
-  for (int r = 0; r < count; ++r) {
-    const int64_t query = first_query + r;
+  for (int r = 0; r < rows.count; ++r) {
+    const int64_t h = rows.head[r], query = rows.query[r];
     float factor = state.sum[r] == 0 ? 0.0f : 1.0f / state.sum[r];
     if (has_sink || wants) {
+      const double sink = has_sink ? a.sinks[h] : 0.0;
       const RowEnd end = end_row(a, state, r, has_sink, sink);
       if (has_sink) factor = end.sum == 0 ? 0.0f : static_cast<float>(end.key_share / end.sum);
       if (wants)
-        write_statistics(a, (item.batch * a.heads + item.head) * a.query_length + query, state, r,
-                         end, has_sink, sink);
+        write_statistics(a, (b * a.heads + h) * a.query_length + query, state, r, end, has_sink,
+                         sink);
     }
-    read_row(out, a.value_dim, r, factor, strip);
-    write_floats(a.dtype, a.out, offset_of(a.out_strides, item.batch, item.head, query),
-                 a.out_strides[3], a.value_dim, strip);
+    read(r, factor, strip);
+    write_floats(a.dtype, a.out, offset_of(a.out_strides, b, h, query), a.out_strides[3],
+                 a.value_dim, strip);
   }
 }
 

@@ -14,12 +14,16 @@ typedef uint64_t RowBits;
 static_assert(kTile <= 64, "a row of the tile for each bit");
 constexpr RowBits kAllRows = kTile == 64 ? ~RowBits{0} : (RowBits{1} << (kTile & 63)) - 1;
 
-// The closed forms of a mask for the rows of one tile: row r sees a key at position pos if
-// (low[r] <= pos or pos < keep[r]) and pos < end[r]. Lanes beyond the last query repeat it.
+// The rows of one tile, a query of some head each, and the closed forms of their mask: row r sees a
+// key at position pos if (low[r] <= pos or pos < keep[r]) and pos < end[r]. Lanes beyond the last
+// row repeat it.
 struct TileRows {
-  int64_t query[kTile];      // index of the row's query
+  int64_t head[kTile], query[kTile];
+  int count;                 // rows that exist
+  bool one_head;
   alignas(64) int32_t low[kTile], keep[kTile], end[kTile], id[kTile];
   float offset[kTile];       // the row's position relative to `origin`
+  float slope[kTile];        // of ALiBi, 0 where there is none
   int64_t origin;            // position of the first row
   int32_t low_min, low_max, keep_min, keep_max, end_min, end_max, id_min, id_max;
   int64_t range_begin, range_end;  // hull of the rows' ranges
@@ -46,31 +50,40 @@ INLINE void span_of(const int32_t* x, int n, int32_t& smallest, int32_t& largest
   largest = hi;
 }
 
-INLINE const int32_t* ranges_of(const ForwardArgs& a, int64_t b, int64_t h, int64_t query) {
+INLINE const int32_t* ranges_of(const ForwardArgs& a, int64_t b, const TileRows& rows, int r) {
   const Mask& mask = a.mask;
-  return mask.ranges + b * mask.ranges_batch_stride + h * mask.ranges_head_stride +
-         query * mask.range_count * 2;
+  return mask.ranges + b * mask.ranges_batch_stride + rows.head[r] * mask.ranges_head_stride +
+         rows.query[r] * mask.range_count * 2;
 }
 
-NOINLINE void place_rows(const ForwardArgs& a, int64_t b, int64_t h, int64_t first_query,
+// The rows from first_row on.
+NOINLINE void place_rows(const ForwardArgs& a, const WorkItem& item, int64_t first_row,
                          TileRows& rows) {
   const Mask& mask = a.mask;
+  const int64_t b = item.batch, last = item.heads * a.query_length - 1;
   // Explicit positions say themselves where a text begins.
   const int64_t first = mask.key_positions.data ? 0 : value_at(mask.first, b);
-  const int64_t left = value_at(mask.left, h), keep_first = value_at(mask.keep_first, h);
-  const int64_t right = value_at(mask.right, h), prefix = value_at(mask.prefix, b);
+  const int64_t prefix = value_at(mask.prefix, b);
   const int64_t query_end = mask.query_lengths ? mask.query_lengths[b] : a.query_length;
+  rows.count = static_cast<int>(last - first_row < kTile ? last - first_row + 1 : kTile);
   rows.range_begin = a.key_length;
   rows.range_end = 0;
+  int64_t h = item.first_head + first_row / a.query_length, i = first_row % a.query_length;
   for (int r = 0; r < kTile; ++r) {
-    int64_t i = first_query + r;
-    if (i >= a.query_length) i = a.query_length - 1;
+    if (r > 0 && r < rows.count && ++i == a.query_length) {
+      i = 0;
+      ++h;
+    }
+    rows.head[r] = h;
     rows.query[r] = i;
+    const int64_t left = value_at(mask.left, h), keep_first = value_at(mask.keep_first, h);
+    const int64_t right = value_at(mask.right, h);
     const int64_t p = mask.query_positions.data
                           ? mask.query_positions.data[b * mask.query_positions.batch_stride + i]
                           : value_at(mask.start, b) + i;
     if (r == 0) rows.origin = p;
     rows.offset[r] = static_cast<float>(p - rows.origin);
+    rows.slope[r] = a.slopes ? a.slopes[h] : 0.0f;
     rows.low[r] = mask.has_left ? saturate(p - left) : INT32_MIN;
     rows.keep[r] = mask.has_left && keep_first > 0 ? saturate(first + keep_first) : INT32_MIN;
     int64_t end = p + right + 1;
@@ -81,7 +94,7 @@ NOINLINE void place_rows(const ForwardArgs& a, int64_t b, int64_t h, int64_t fir
                      : 0;
     if (i >= query_end || rows.id[r] < 0) rows.end[r] = INT32_MIN;
     if (mask.ranges && rows.end[r] != INT32_MIN) {
-      const int32_t* range = ranges_of(a, b, h, i);
+      const int32_t* range = ranges_of(a, b, rows, r);
       for (int64_t n = 0; n < mask.range_count; ++n, range += 2) {
         if (range[0] >= range[1]) continue;
         if (range[0] < rows.range_begin) rows.range_begin = range[0];
@@ -89,6 +102,7 @@ NOINLINE void place_rows(const ForwardArgs& a, int64_t b, int64_t h, int64_t fir
       }
     }
   }
+  rows.one_head = rows.head[0] == rows.head[kTile - 1];
   span_of(rows.low, kTile, rows.low_min, rows.low_max);
   span_of(rows.keep, kTile, rows.keep_min, rows.keep_max);
   span_of(rows.end, kTile, rows.end_min, rows.end_max);
@@ -110,7 +124,7 @@ struct Sweep {
   }
 };
 
-INLINE void sweep_columns(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows,
+INLINE void sweep_columns(const ForwardArgs& a, int64_t b, const TileRows& rows,
                           int64_t begin, int64_t end, RowBits* bits) {
   const Sweep sweep{bits, begin, end};
   const int count = static_cast<int>(end - begin);
@@ -119,7 +133,7 @@ INLINE void sweep_columns(const ForwardArgs& a, int64_t b, int64_t h, const Tile
     const RowBits row = RowBits{1} << r;
     if (a.mask.ranges) {
       if (rows.end[r] == INT32_MIN) continue;
-      const int32_t* range = ranges_of(a, b, h, rows.query[r]);
+      const int32_t* range = ranges_of(a, b, rows, r);
       for (int64_t n = 0; n < a.mask.range_count; ++n, range += 2)
         sweep.interval(row, range[0], range[1]);
     } else if (rows.keep[r] >= rows.low[r]) {
@@ -151,13 +165,18 @@ INLINE void compare_positions(const TileRows& rows, const int32_t* positions, in
   }
 }
 
-INLINE void hide_by_dense(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows,
+// Whether a broadcast tensor says the same to every row of the tile.
+INLINE bool same_for_rows(const int64_t* strides, const TileRows& rows) {
+  return strides[2] == 0 && (strides[1] == 0 || rows.one_head);
+}
+
+INLINE void hide_by_dense(const ForwardArgs& a, int64_t b, const TileRows& rows,
                           int64_t begin, int count, RowBits* bits) {
   const Tensor4& dense = a.mask.dense;
   const uint8_t* visible = static_cast<const uint8_t*>(dense.data);
   const int64_t step = dense.strides[3];
-  if (dense.strides[2] == 0) {
-    const uint8_t* v = visible + offset_of(dense.strides, b, h, 0) + begin * step;
+  if (same_for_rows(dense.strides, rows)) {
+    const uint8_t* v = visible + offset_of(dense.strides, b, rows.head[0], 0) + begin * step;
     for (int k = 0; k < count; ++k)
       if (!v[k * step]) bits[k] = 0;
     return;
@@ -165,7 +184,7 @@ INLINE void hide_by_dense(const ForwardArgs& a, int64_t b, int64_t h, const Tile
   RowBits seen[kKeyBlock] = {};
   for (int r = 0; r < kTile; ++r) {
     const uint8_t* v =
-        visible + offset_of(dense.strides, b, h, rows.query[r]) + begin * step;
+        visible + offset_of(dense.strides, b, rows.head[r], rows.query[r]) + begin * step;
     if (step == 1)
       for (int k = 0; k < count; ++k) seen[k] |= RowBits{v[k] != 0} << r;
     else
@@ -175,17 +194,28 @@ INLINE void hide_by_dense(const ForwardArgs& a, int64_t b, int64_t h, const Tile
 }
 
 // The bias of a block, transposed; -inf hides its key.
-NOINLINE void read_bias(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows,
-                        int64_t begin, int count, float* bias, RowBits* bits) {
+NOINLINE void read_bias(const ForwardArgs& a, int64_t b, const TileRows& rows, int64_t begin,
+                        int count, float* bias, RowBits* bits) {
   float strip[kKeyBlock];
   const int64_t* strides = a.bias.strides;
-  for (int r = 0; r < kTile; ++r) {
-    if (r == 0 || strides[2] != 0)
-      read_floats(a.bias_dtype, a.bias.data,
-                  offset_of(strides, b, h, rows.query[r]) + begin * strides[3], strides[3], count,
-                  strip);
+  const auto read = [&](int r) INLINE_LAMBDA {
+    read_floats(a.bias_dtype, a.bias.data,
+                offset_of(strides, b, rows.head[r], rows.query[r]) + begin * strides[3],
+                strides[3], count, strip);
+  };
+  // The bias itself is compared: added to a NaN or infinite score it would not be seen.
+  if (same_for_rows(strides, rows)) {
+    read(0);
     for (int k = 0; k < count; ++k) {
-      // The bias itself is compared: added to a NaN or infinite score it would not be seen.
+      if (strip[k] == kHidden) bits[k] = 0;
+      UNROLL for (int j = 0; j < kTileVectors; ++j)
+        store(bias + k * kTile + j * kLanes, set1(strip[k]));
+    }
+    return;
+  }
+  for (int r = 0; r < kTile; ++r) {
+    read(r);
+    for (int k = 0; k < count; ++k) {
       if (strip[k] == kHidden) bits[k] &= ~(RowBits{1} << r);
       bias[k * kTile + r] = strip[k];
     }
@@ -194,7 +224,7 @@ NOINLINE void read_bias(const ForwardArgs& a, int64_t b, int64_t h, const TileRo
 
 // Fills bits[k], a bit for each row that sees key begin + k, unless the block is wholly hidden or
 // its closed form already shows it to be wholly visible.
-NOINLINE Visibility look(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows,
+NOINLINE Visibility look(const ForwardArgs& a, int64_t b, const TileRows& rows,
                          int64_t begin, int64_t end, RowBits* bits, float* bias) {
   const Mask& mask = a.mask;
   const int count = static_cast<int>(end - begin);
@@ -227,7 +257,7 @@ NOINLINE Visibility look(const ForwardArgs& a, int64_t b, int64_t h, const TileR
   else if (positions && !mask.ranges)
     compare_positions(rows, positions, count, bits);
   else
-    sweep_columns(a, b, h, rows, begin, end, bits);
+    sweep_columns(a, b, rows, begin, end, bits);
 
   if (ids)
     for (int k = 0; k < count; ++k) bits[k] &= rows_where(equal_bits, rows.id, ids[k]);
@@ -236,8 +266,8 @@ NOINLINE Visibility look(const ForwardArgs& a, int64_t b, int64_t h, const TileR
     for (int k = 0; k < count; ++k)
       if (!visible[k]) bits[k] = 0;
   }
-  if (mask.dense.data) hide_by_dense(a, b, h, rows, begin, count, bits);
-  if (a.bias.data) read_bias(a, b, h, rows, begin, count, bias, bits);
+  if (mask.dense.data) hide_by_dense(a, b, rows, begin, count, bits);
+  if (a.bias.data) read_bias(a, b, rows, begin, count, bias, bits);
 
   RowBits some = 0, every = kAllRows;
   int first = count, last = 0;
@@ -249,11 +279,7 @@ NOINLINE Visibility look(const ForwardArgs& a, int64_t b, int64_t h, const TileR
   }
   if (!some) return hidden;
   if (every == kAllRows) return {false, true, 0, count};
-  // Whole register blocks: keys before the first or after the last visible one cost less than a
-  // shorter product, and the order of each sum stays the one of the absolute column.
-  const int begin_key = first - first % kBlockRows;
-  const int end_key = lower((last / kBlockRows + 1) * kBlockRows, count);
-  return {false, false, begin_key, end_key};
+  return {false, false, first, last + 1};
 }
 
 }  // namespace

@@ -20,6 +20,12 @@ constexpr int kBlockRows = kWideBlockRows;
 #endif
 constexpr int kTile = kTileVectors * kLanes;  // queries in a tile, one per lane
 
+// A number that is known to the compiler, as an argument.
+template <int n>
+struct Count {
+  static constexpr int count = n;
+};
+
 constexpr float kLog2E = 1.442695041f;
 constexpr double kLn2 = 0.6931471805599453;
 

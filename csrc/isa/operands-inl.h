@@ -21,23 +21,24 @@ INLINE int64_t steps_for(int64_t width) {
 
 // Q^T [D, tile]. The sign of the scale goes into Q, which rounds nothing, and its size into the
 // exponent: the largest product then is the largest score for negative scales too.
-NOINLINE void pack_query(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows,
-                         float* strip, float* query) {
+NOINLINE void pack_query(const ForwardArgs& a, int64_t b, const TileRows& rows, float* strip,
+                         float* query) {
   const float sign = a.scale < 0 ? -1.0f : 1.0f;
   for (int r = 0; r < kTile; ++r) {
-    read_floats(a.dtype, a.query.data, offset_of(a.query.strides, b, h, rows.query[r]),
-                a.query.strides[3], a.head_dim, strip);
+    read_floats(a.dtype, a.query.data,
+                offset_of(a.query.strides, b, rows.head[r], rows.query[r]), a.query.strides[3],
+                a.head_dim, strip);
     for (int64_t d = 0; d < a.head_dim; ++d) query[d * kTile + r] = sign * strip[d];
   }
 }
 
-NOINLINE void pack_query(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows,
-                         float*, uint32_t* query) {
+NOINLINE void pack_query(const ForwardArgs& a, int64_t b, const TileRows& rows, float*,
+                         uint32_t* query) {
   const int64_t step = a.query.strides[3];
   const uint32_t signs = a.scale < 0 ? 0x80008000u : 0;
   for (int r = 0; r < kTile; ++r) {
     const uint16_t* q = static_cast<const uint16_t*>(a.query.data) +
-                        offset_of(a.query.strides, b, h, rows.query[r]);
+                        offset_of(a.query.strides, b, rows.head[r], rows.query[r]);
     for (int64_t d = 0; d < a.head_dim; d += 2) {
       const uint32_t second = d + 1 < a.head_dim ? q[(d + 1) * step] : 0;
       query[d / 2 * kTile + r] = (q[d * step] | second << 16) ^ signs;

@@ -54,12 +54,11 @@ INLINE void add_bias(float* scores, int begin, int end, const float* bias) {
 }
 
 // ALiBi: a score falls by slope for each position between query and key.
-INLINE void add_slope(float* scores, int begin, int end, float slope, const float* row_offset,
-                      const float* key_offset) {
-  const Vec per_position = set1(slope);
+INLINE void add_slope(float* scores, int begin, int end, const float* slope,
+                      const float* row_offset, const float* key_offset) {
   for_scores(scores, begin, end, [=](Vec s, int k, int j) {
     const Vec away = abs(load(row_offset + j * kLanes) - set1(key_offset[k]));
-    return s - per_position * away;
+    return s - load(slope + j * kLanes) * away;
   });
 }
 
@@ -134,6 +133,34 @@ INLINE void decay_state(const float* old_max, float per_bit, RowState& state) {
     store(state.distance + r, a * load(state.distance + r));
     store(state.first_key + r, a * load(state.first_key + r));
   }
+}
+
+// The state of later keys joins: `state.decay` is what becomes of the sums so far, and share[:] of
+// the part's.
+NOINLINE void join_states(const RowState& part, float per_bit, RowState& state, float* share) {
+  float old_max[kTile];
+  __builtin_memcpy(old_max, state.max, sizeof old_max);
+  for (int j = 0; j < kTileVectors; ++j) {
+    float* m = state.max + j * kLanes;
+    store(m, max(load(m), load(part.max + j * kLanes)));
+    float* q = state.max_product + j * kLanes;
+    store(q, max(load(q), load(part.max_product + j * kLanes)));
+  }
+  decay_state(old_max, per_bit, state);
+  for (int j = 0; j < kTileVectors; ++j) {
+    const int r = j * kLanes;
+    const Vec fall = max(set1(-200.0f), (load(part.max + r) - load(state.max + r)) * set1(per_bit));
+    const Vec b = exp2(fall);
+    store(share + r, b);
+    const auto add = [r](float* sum, Vec x) INLINE_LAMBDA { store(sum + r, load(sum + r) + x); };
+    add(state.shifted, b * fma(fall, load(part.sum + r), load(part.shifted + r)));
+    add(state.sum, b * load(part.sum + r));
+    add(state.squares, b * b * load(part.squares + r));
+    add(state.distance, b * load(part.distance + r));
+    add(state.first_key, b * load(part.first_key + r));
+  }
+  for (int r = 0; r < kTile; ++r)
+    if (part.max[r] > old_max[r]) state.argmax[r] = part.argmax[r];
 }
 
 // Scores become weights; their sum, and with kEntropy the sum of exponent times weight, joins the

@@ -111,7 +111,7 @@ INLINE __m512i read_pairs(const uint16_t* from, int64_t stride, int64_t n) {
   return read_strided_pairs(from, stride, n);
 }
 
-NOINLINE void pack_query(const ForwardArgs& a, int64_t b, int64_t h, const TileRows& rows, float*,
+NOINLINE void pack_query(const ForwardArgs& a, int64_t b, const TileRows& rows, float*,
                          Pair* query) {
   const __m512i signs = _mm512_set1_epi32(a.scale < 0 ? static_cast<int>(0x80008000u) : 0);
   const int64_t step = a.query.strides[3];
@@ -120,7 +120,8 @@ NOINLINE void pack_query(const ForwardArgs& a, int64_t b, int64_t h, const TileR
     for (int r = 0; r < kTile; r += 16) {
       Vec x[16];
       UNROLL for (int i = 0; i < 16; ++i) {
-        const uint16_t* q = queries + offset_of(a.query.strides, b, h, rows.query[r + i]);
+        const uint16_t* q =
+            queries + offset_of(a.query.strides, b, rows.head[r + i], rows.query[r + i]);
         x[i] = (Vec)_mm512_xor_si512(read_pairs(q + d * step, step, a.head_dim - d), signs);
       }
       transpose(x);

@@ -27,6 +27,7 @@
 
 #include "math-inl.h"
 #include "convert-inl.h"
+#include "scratch-inl.h"
 #include "product-inl.h"
 #ifdef MULTIHEAD_PAIRS
 #include "pairs_avx512bf16-inl.h"
@@ -35,23 +36,31 @@
 #include "operands-inl.h"
 #include "softmax-inl.h"
 #include "finish-inl.h"
+#include "tile-inl.h"
 #ifdef MULTIHEAD_TILES
 #include "tiles_amx-inl.h"
 #endif
 #include "forward-inl.h"
+#if defined(MULTIHEAD_NARROW) && !defined(MULTIHEAD_PAIRS)
+#include "decode-inl.h"
+#endif
 #include "peak-inl.h"
 
 namespace multihead {
 
 #if defined(MULTIHEAD_TILES)
 extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<TileProduct>, forward_in_tiles,
-                                    Instruction::tdpbf16, peak_of_tiles};
+                                    Instruction::tdpbf16, peak_of_tiles, {}};
 #elif defined(MULTIHEAD_PAIRS)
 extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<PairProduct>, forward<PairProduct>,
-                                    Instruction::dpbf16, peak<PairProduct>};
+                                    Instruction::dpbf16, peak<PairProduct>, {}};
+#elif defined(MULTIHEAD_NARROW)
+extern const Unit MULTIHEAD_UNIT = {
+    kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>, Instruction::fma,
+    peak<FloatProduct>, {kChunkKeys, decode_scratch_bytes, part_bytes, decode, finish_decode}};
 #else
 extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>,
-                                    Instruction::fma, peak<FloatProduct>};
+                                    Instruction::fma, peak<FloatProduct>, {}};
 #endif
 
 }  // namespace multihead

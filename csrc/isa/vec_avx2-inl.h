@@ -45,6 +45,18 @@ INLINE uint32_t at_most_bits(const int32_t* row, int32_t x) {
   return 0xffu & ~bits_of(_mm256_castsi256_ps(_mm256_cmpgt_epi32(r, _mm256_set1_epi32(x))));
 }
 
+INLINE Vec widen_bfloat16(const uint16_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+
+// Lane i is the sum of the numbers in x[i].
+INLINE Vec sums_of(const Vec x[8]) {
+  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
+
 INLINE Vec round(Vec x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

@@ -50,6 +50,31 @@ INLINE uint32_t at_most_bits(const int32_t* row, int32_t x) {
   return _mm512_cmple_epi32_mask(_mm512_loadu_si512(row), _mm512_set1_epi32(x));
 }
 
+INLINE Vec widen_bfloat16(const uint16_t* p) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+INLINE Vec widen_float16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// Lane i is the sum of the numbers in x[i].
+INLINE Vec sums_of(const Vec x[16]) {
+  Vec y[8], z[4];
+  UNROLL for (int i = 0; i < 8; ++i)
+    y[i] = _mm512_shuffle_f32x4(x[i], x[i + 8], 0x44) + _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee);
+  // The lower half of y[i] has what is left of x[i], the upper half of x[i + 8].
+  UNROLL for (int i = 0; i < 4; ++i)
+    z[i] = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88) + _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd);
+  // z[i] has x[i], x[i + 8], x[i + 4], x[i + 12] in its quarters.
+  const Vec a = _mm512_unpacklo_ps(z[0], z[1]) + _mm512_unpackhi_ps(z[0], z[1]);
+  const Vec b = _mm512_unpacklo_ps(z[2], z[3]) + _mm512_unpackhi_ps(z[2], z[3]);
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  const Vec sums = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) +
+                   _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+  return _mm512_shuffle_f32x4(sums, sums, 0xd8);
+}
+
 // Lane j of x[i] and lane i of x[j] change places.
 INLINE void transpose(Vec x[16]) {
   Vec y[16];

@@ -53,6 +53,17 @@ INLINE uint32_t at_most_bits(const int32_t* row, int32_t x) {
   return bits_of(r <= x);
 }
 
+INLINE Vec widen_bfloat16(const uint16_t* p) {
+  return (Vec)BitVec{static_cast<uint32_t>(p[0]) << 16, static_cast<uint32_t>(p[1]) << 16,
+                     static_cast<uint32_t>(p[2]) << 16, static_cast<uint32_t>(p[3]) << 16};
+}
+
+// Lane i is the sum of the numbers in x[i].
+INLINE Vec sums_of(const Vec x[4]) {
+  const auto sum = [](Vec v) INLINE_LAMBDA { return (v[0] + v[2]) + (v[1] + v[3]); };
+  return Vec{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])};
+}
+
 // Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits (|x| < 2^22).
 INLINE Vec round(Vec x) {
   const Vec magic = set1(12582912.0f);

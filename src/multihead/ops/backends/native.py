@@ -1,4 +1,4 @@
-"""The C++ kernels: exact attention on the CPU in O(N) memory, for float32 and bfloat16.
+"""The C++ kernels: exact attention on the CPU in O(N) memory, for float32, bfloat16 and float16.
 
 This module alone imports the extension; without it the package works and `reasons` says so.
 Shape suffixes: b batch, h head, q query, k key, d width.
@@ -28,7 +28,7 @@ else:
 
 NAME = "native"
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The order of the addresses in the extension's `statistics`; argmax is int64.
 _STATISTICS = (
     "lse",
@@ -52,7 +52,7 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"It runs on the CPU; the tensors are on {problem.query.device}.")
     if problem.query.dtype not in _DTYPES:
         dtype = str(problem.query.dtype).removeprefix("torch.")
-        found.append(f"It computes float32 and bfloat16, not {dtype}.")
+        found.append(f"It computes float32, bfloat16 and float16, not {dtype}.")
     return found
 
 
@@ -140,6 +140,14 @@ def use_instruction_set(name: str | None) -> None:
 def build_info() -> str | None:
     """The compiler and the kind of build; None if the extension is not built."""
     return None if _native is None else str(_native.BUILD)
+
+
+def use_decoder(on: bool) -> None:
+    """Whether calls of few rows take kernels of their own, as they do from the start.
+
+    For tests and measurements. Raises BackendError if the extension is not built.
+    """
+    _extension().use_decoder(on)
 
 
 def peak(kind: str, threads: int) -> float | None:
