@@ -79,9 +79,8 @@ INLINE void write_statistics(const ForwardArgs& a, int64_t index, const RowState
   if (to.argmax) to.argmax[index] = is_nan || empty ? -1 : state.argmax[r];
 }
 
-// strip[:] = factor * O[r, :] from O^T [Dv, tile]. Where registers can transpose, its square blocks
-// are turned in place first: a walk down a column for each row took 8 % of a causal 1024 call.
-#ifdef MULTIHEAD_AVX512
+// strip[:] = factor * O[r, :] from O^T [Dv, tile], whose square blocks are turned in place first: a
+// walk down a column for each row took 8 % of a causal 1024 call.
 INLINE void turn_blocks(float* out, int64_t value_dim) {
   for (int64_t d = 0; d < value_dim; d += kLanes)
     UNROLL for (int j = 0; j < kTileVectors; ++j) {
@@ -97,12 +96,6 @@ INLINE void read_row(const float* out, int64_t value_dim, int r, float factor, f
   for (int64_t d = 0; d < value_dim; d += kLanes)
     store(strip + d, load(row + d * kTile) * set1(factor));
 }
-#else
-INLINE void turn_blocks(float*, int64_t) {}
-INLINE void read_row(const float* out, int64_t value_dim, int r, float factor, float* strip) {
-  for (int64_t d = 0; d < value_dim; ++d) strip[d] = out[d * kTile + r] * factor;
-}
-#endif
 
 // Writes the tile's rows; read(r, factor, strip) gives strip[:] = factor * O[r, :].
 template <class Read>

@@ -196,16 +196,16 @@ INLINE void hide_by_dense(const ForwardArgs& a, int64_t b, const TileRows& rows,
 // The bias of a block, transposed; -inf hides its key.
 NOINLINE void read_bias(const ForwardArgs& a, int64_t b, const TileRows& rows, int64_t begin,
                         int count, float* bias, RowBits* bits) {
-  float strip[kKeyBlock];
   const int64_t* strides = a.bias.strides;
-  const auto read = [&](int r) INLINE_LAMBDA {
+  const auto read = [&](int r, float* strip) INLINE_LAMBDA {
     read_floats(a.bias_dtype, a.bias.data,
                 offset_of(strides, b, rows.head[r], rows.query[r]) + begin * strides[3],
                 strides[3], count, strip);
   };
   // The bias itself is compared: added to a NaN or infinite score it would not be seen.
   if (same_for_rows(strides, rows)) {
-    read(0);
+    float strip[kKeyBlock];
+    read(0, strip);
     for (int k = 0; k < count; ++k) {
       if (strip[k] == kHidden) bits[k] = 0;
       UNROLL for (int j = 0; j < kTileVectors; ++j)
@@ -213,11 +213,17 @@ NOINLINE void read_bias(const ForwardArgs& a, int64_t b, const TileRows& rows, i
     }
     return;
   }
-  for (int r = 0; r < kTile; ++r) {
-    read(r);
-    for (int k = 0; k < count; ++k) {
-      if (strip[k] == kHidden) bits[k] &= ~(RowBits{1} << r);
-      bias[k * kTile + r] = strip[k];
+  alignas(64) float strips[kLanes][kKeyBlock] = {};
+  for (int j = 0; j < kTileVectors; ++j) {
+    for (int i = 0; i < kLanes; ++i) read(j * kLanes + i, strips[i]);
+    for (int k = 0; k < count; k += kLanes) {
+      Vec x[kLanes];
+      UNROLL for (int i = 0; i < kLanes; ++i) x[i] = load(strips[i] + k);
+      transpose(x);
+      UNROLL for (int i = 0; i < kLanes; ++i) {
+        store(bias + (k + i) * kTile + j * kLanes, x[i]);
+        bits[k + i] &= ~(RowBits{bits_of(equal(x[i], set1(kHidden)))} << (j * kLanes));
+      }
     }
   }
 }

@@ -107,10 +107,11 @@ NOINLINE void find_maximum(const float* scores, int begin, int end, int64_t firs
     const Vec top = load(state.max + j * kLanes);
     const uint32_t raised = bits_of(greater(top, load(old_max + j * kLanes)));
     if (!raised) continue;
-    Vec lowest = set1(static_cast<float>(kKeyBlock));
-    for (int k = begin; k < end; ++k) {
-      const LaneMask here = equal(load(scores + k * kTile + j * kLanes), top);
-      lowest = min(lowest, select(here, set1(static_cast<float>(k)), lowest));
+    // From the last key to the first, so that the lowest of equal ones stays.
+    Vec lowest = set1(0.0f), index = set1(static_cast<float>(end - 1));
+    for (int k = end - 1; k >= begin; --k) {
+      lowest = select(equal(load(scores + k * kTile + j * kLanes), top), index, lowest);
+      index = index - set1(1.0f);
     }
     float key[kLanes];
     store(key, lowest);

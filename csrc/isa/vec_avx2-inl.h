@@ -22,7 +22,6 @@ INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
-INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 INLINE Vec abs(Vec a) { return _mm256_andnot_ps(set1(-0.0f), a); }
 
 INLINE LaneMask equal(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
@@ -55,6 +54,27 @@ INLINE Vec sums_of(const Vec x[8]) {
   const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
   const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
   return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
+
+// Lane j of x[i] and lane i of x[j] change places.
+INLINE void transpose(Vec x[8]) {
+  Vec y[8];
+  UNROLL for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  // Then half n of x[i] holds lane 4 n + i % 4 of what was in four vectors, from i / 4 * 4 on.
+  UNROLL for (int i = 0; i < 8; i += 4) {
+    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+  }
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const Vec low = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20);
+    x[i + 4] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
+    x[i] = low;
+  }
 }
 
 INLINE Vec round(Vec x) {

@@ -33,7 +33,6 @@ INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 INLINE Vec abs(Vec a) { return _mm512_abs_ps(a); }
 
 INLINE LaneMask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }

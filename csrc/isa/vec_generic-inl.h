@@ -26,7 +26,6 @@ INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
-INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 INLINE Vec abs(Vec a) { return (Vec)((IntVec)a & 0x7fffffff); }
 
 INLINE LaneMask equal(Vec a, Vec b) { return a == b; }
@@ -62,6 +61,12 @@ INLINE Vec widen_bfloat16(const uint16_t* p) {
 INLINE Vec sums_of(const Vec x[4]) {
   const auto sum = [](Vec v) INLINE_LAMBDA { return (v[0] + v[2]) + (v[1] + v[3]); };
   return Vec{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])};
+}
+
+// Lane j of x[i] and lane i of x[j] change places.
+INLINE void transpose(Vec x[4]) {
+  const Vec a = x[0], b = x[1], c = x[2], d = x[3];
+  for (int i = 0; i < 4; ++i) x[i] = Vec{a[i], b[i], c[i], d[i]};
 }
 
 // Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits (|x| < 2^22).
