@@ -55,6 +55,13 @@ struct Statistics {
   int64_t* argmax;
 };
 
+// The matrix of weights, pooled: bin i of n over N places holds those from i N / n up to, without,
+// (i + 1) N / n. No bin is empty.
+struct PooledMap {
+  int64_t row_bins, column_bins;
+  float* mass;  // [B, H, row_bins, column_bins], null where not asked for
+};
+
 struct ForwardArgs {
   Dtype dtype;  // of query, key, value and out: float32, bfloat16 or float16
   int64_t batch, heads, kv_heads, query_length, key_length, head_dim, value_dim;
@@ -69,6 +76,7 @@ struct ForwardArgs {
   Dtype bias_dtype;
   Mask mask;
   Statistics statistics;
+  PooledMap map;
   int64_t tiles_per_item;  // query tiles that one work item takes through the keys together
 };
 

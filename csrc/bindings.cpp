@@ -81,7 +81,8 @@ void construct_mask(Mask* self, const Number& start, const Number& first,
 void call(Dtype dtype, const std::array<int64_t, 7>& sizes, const View& query, const View& key,
           const View& value, const View& out, double scale, double softcap, int64_t sinks,
           int64_t slopes, std::optional<View> bias, Dtype bias_dtype, const Mask& mask,
-          const std::array<int64_t, 9>& statistics, int threads) {
+          const std::array<int64_t, 9>& statistics, const std::array<int64_t, 3>& map,
+          int threads) {
   ForwardArgs args{};
   args.dtype = dtype;
   args.batch = sizes[0];
@@ -108,6 +109,7 @@ void call(Dtype dtype, const std::array<int64_t, 7>& sizes, const View& query, c
       pointer<float>(statistics[3]), pointer<float>(statistics[4]), pointer<float>(statistics[5]),
       pointer<float>(statistics[6]), pointer<float>(statistics[7]),
       pointer<int64_t>(statistics[8])};
+  args.map = {map[0], map[1], pointer<float>(map[2])};
   nb::gil_scoped_release released;
   forward(args, threads);
 }
@@ -129,9 +131,10 @@ NB_MODULE(_native, m) {
            "key_positions"_a.none(), "ranges"_a.none(), "dense"_a.none());
   m.def("forward", call, nb::kw_only(), "dtype"_a, "sizes"_a, "query"_a, "key"_a, "value"_a,
         "out"_a, "scale"_a, "softcap"_a, "sinks"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a,
-        "mask"_a, "statistics"_a, "threads"_a);
+        "mask"_a, "statistics"_a, "map"_a, "threads"_a);
   m.def("instruction_sets", instruction_sets);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
+  m.def("has_few_rows", has_few_rows, "heads"_a, "kv_heads"_a, "query_length"_a);
   m.def("use_decoder", use_decoder, "on"_a);
   m.def("instruction_set_for", instruction_set_for, "dtype"_a);
   m.def("peak", peak, "kind"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());

@@ -154,8 +154,8 @@ class Workspace {
  public:
   Workspace(size_t bytes, int64_t count)
       : bytes_((bytes + 4095) / 4096 * 4096),
-        memory_(static_cast<char*>(std::aligned_alloc(4096, bytes_ * count))) {
-    if (!memory_) throw std::bad_alloc();
+        memory_(bytes ? static_cast<char*>(std::aligned_alloc(4096, bytes_ * count)) : nullptr) {
+    if (bytes && !memory_) throw std::bad_alloc();
   }
   void* of(int64_t thread) const { return memory_.get() + bytes_ * thread; }
 
@@ -186,7 +186,8 @@ WorkItem item_of(const ForwardArgs& a, int64_t n, int64_t heads, int64_t first_r
 // Tiles of queries go through the keys that they may see.
 void prefill(ForwardArgs args, const Entry& entry, int threads) {
   // Where one head's queries leave a tile half empty, those of its whole group lie side by side.
-  const bool together = args.query_length < entry.unit->tile_rows;
+  // A map is of one head.
+  const bool together = args.query_length < entry.unit->tile_rows && !args.map.mass;
   const int64_t heads = together ? args.heads / args.kv_heads : 1;
   const int64_t rows = heads * args.query_length;
   const bool narrow =
@@ -203,11 +204,19 @@ void prefill(ForwardArgs args, const Entry& entry, int threads) {
   threads = int(std::min<int64_t>(threads, groups * parts));
   if (threads < 1) return;
   const Workspace scratch(unit.scratch_bytes(args), threads);
+  const size_t pool_bytes = args.map.mass ? unit.pooler.item_bytes(args) : 0;
+  const Workspace pools(pool_bytes * parts, groups);
   for_each_item(groups * parts, threads, [&](int64_t n, int thread) {
     // Later queries see more keys under a causal mask: the longest items first, of all heads.
-    const int64_t first_row = (parts - 1 - n / groups) * args.tiles_per_item * unit.tile_rows;
-    unit.forward(args, item_of(args, n % groups, heads, first_row), scratch.of(thread));
+    const int64_t part = parts - 1 - n / groups, group = n % groups;
+    const int64_t first_row = part * args.tiles_per_item * unit.tile_rows;
+    char* pool = static_cast<char*>(pools.of(group)) + part * pool_bytes;
+    unit.forward(args, item_of(args, group, heads, first_row), scratch.of(thread),
+                 args.map.mass ? pool : nullptr);
   });
+  if (!args.map.mass) return;
+  for (int64_t group = 0; group < groups; ++group)
+    unit.pooler.finish(args, group / args.heads, group % args.heads, pools.of(group), parts);
 }
 
 // Few rows, which fit a tile together with all of their group, go through chunks of the keys.
@@ -252,6 +261,11 @@ void use_instruction_set(const std::string& name) {
   choice().store(index_or_throw(name, "use_instruction_set"));
 }
 
+bool has_few_rows(int64_t heads, int64_t kv_heads, int64_t query_length) {
+  // From shapes alone: a row's bits must not depend on the batch around it.
+  return heads / kv_heads * query_length <= entry_for(Dtype::float32).narrow->tile_rows;
+}
+
 void use_decoder(bool on) { decoder_is_on.store(on, std::memory_order_relaxed); }
 
 std::string instruction_set_for(Dtype dtype) { return entry_for(dtype).name; }
@@ -259,11 +273,8 @@ std::string instruction_set_for(Dtype dtype) { return entry_for(dtype).name; }
 void forward(const ForwardArgs& args, int threads) {
   if (args.batch * args.heads * args.query_length == 0) return;
   const Entry& entry = entry_for(args.dtype);
-  // Chosen from shapes alone: a row's bits must not depend on the batch around it.
-  const Unit& few = *entry_for(Dtype::float32).narrow;
-  const bool fits = args.heads / args.kv_heads * args.query_length <= few.tile_rows;
-  if (fits && decoder_is_on.load(std::memory_order_relaxed))
-    decode(args, few.decoder, threads);
+  if (has_few_rows(args.heads, args.kv_heads, args.query_length) && !args.map.mass && decoder_is_on.load(std::memory_order_relaxed))
+    decode(args, entry_for(Dtype::float32).narrow->decoder, threads);
   else
     prefill(args, entry, threads);
 }

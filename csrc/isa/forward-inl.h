@@ -10,6 +10,7 @@ struct Tile {
   RowState state;
   typename Product::Element* query;  // Q^T [D, tile]
   float* out;                        // O^T [Dv, tile]
+  TilePool* pool;                    // null where no map is asked for
 };
 
 // A thread's memory: O(tile * width + block * width), whatever the length.
@@ -136,7 +137,9 @@ INLINE void attend(const ForwardArgs& a, int64_t b, int64_t kv_head, KeyValueBlo
   score_block<Product>(block.keys.data + begin * block.keys.stride, block.keys.stride, tile.query,
                        scratch.query_steps, end - begin, scores + begin * kTile);
 
+  if (tile.pool) open_bin_of_block(a, block.begin, tile.state, *tile.pool);
   weigh_block(a, b, block.begin, count, tile.rows, seen, scratch.block, tile.state);
+  if (tile.pool) pool_block(a, block.begin, seen, scratch.block, tile.state, *tile.pool);
 
   if (!block.has_values) {
     block.values = value_operand(a, b, kv_head, block.begin, count, scratch.values);
@@ -180,8 +183,8 @@ INLINE Columns columns_of(const ForwardArgs& a, int64_t b, const Tile<Product>* 
 }
 
 template <class Product>
-void forward(const ForwardArgs& a, const WorkItem& item, void* memory) {
-  const Scratch<Product> scratch(a, memory);
+void forward(const ForwardArgs& a, const WorkItem& item, void* memory, void* item_pool) {
+  Scratch<Product> scratch(a, memory);
   const int64_t b = item.batch;
   const int64_t kv_head = item.first_head / (a.heads / a.kv_heads);
   int64_t tile_count = (item.heads * a.query_length - item.first_row + kTile - 1) / kTile;
@@ -195,6 +198,12 @@ void forward(const ForwardArgs& a, const WorkItem& item, void* memory) {
     pack_query(a, b, tile.rows, scratch.strip, tile.query);
     begin_rows(tile.state);
     for (int64_t x = 0; x < a.value_dim * kTile; ++x) tile.out[x] = 0.0f;
+    tile.pool = nullptr;
+    if (item_pool) {
+      tile.pool = scratch.arena.template take<TilePool>(1);
+      *tile.pool = TilePool(a, scratch.arena);
+      begin_pool(a, *tile.pool);
+    }
   }
 
   const Columns columns = columns_of(a, b, scratch.tiles, tile_count);
@@ -217,18 +226,29 @@ void forward(const ForwardArgs& a, const WorkItem& item, void* memory) {
                   read_row(tile.out, a.value_dim, r, factor, strip);
                 });
   }
+  if (!item_pool) return;
+  const ItemPool pool(a, item.first_row, item_pool);
+  begin_item_pool(a, pool);
+  for (int64_t n = 0; n < tile_count; ++n)
+    finish_pool(a, scratch.tiles[n].rows, scratch.tiles[n].state, *scratch.tiles[n].pool, pool);
 }
 
 template <class Product>
 size_t scratch_bytes(const ForwardArgs& a) {
-  return Scratch<Product>(a, nullptr).arena.bytes;
+  Scratch<Product> scratch(a, nullptr);
+  for (int64_t n = 0; a.map.mass && n < a.tiles_per_item; ++n) {
+    scratch.arena.template take<TilePool>(1);
+    TilePool(a, scratch.arena);
+  }
+  return scratch.arena.bytes;
 }
 
 #ifdef MULTIHEAD_TILES
 // Tiles belong to the thread. Released, they are no state that a switch of threads must save.
-NOINLINE void forward_in_tiles(const ForwardArgs& a, const WorkItem& item, void* memory) {
+NOINLINE void forward_in_tiles(const ForwardArgs& a, const WorkItem& item, void* memory,
+                               void* item_pool) {
   _tile_loadconfig(&kTileConfig);
-  forward<TileProduct>(a, item, memory);
+  forward<TileProduct>(a, item, memory, item_pool);
   _tile_release();
 }
 #endif

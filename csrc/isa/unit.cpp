@@ -37,6 +37,7 @@
 #include "softmax-inl.h"
 #include "finish-inl.h"
 #include "tile-inl.h"
+#include "pooling-inl.h"
 #ifdef MULTIHEAD_TILES
 #include "tiles_amx-inl.h"
 #endif
@@ -48,19 +49,29 @@
 
 namespace multihead {
 
+namespace {
+
+constexpr Pooler kPooler = {item_pool_bytes, finish_map};
+
+}  // namespace
+
 #if defined(MULTIHEAD_TILES)
-extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<TileProduct>, forward_in_tiles,
-                                    Instruction::tdpbf16, peak_of_tiles, {}};
-#elif defined(MULTIHEAD_PAIRS)
-extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<PairProduct>, forward<PairProduct>,
-                                    Instruction::dpbf16, peak<PairProduct>, {}};
-#elif defined(MULTIHEAD_NARROW)
 extern const Unit MULTIHEAD_UNIT = {
-    kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>, Instruction::fma,
-    peak<FloatProduct>, {kChunkKeys, decode_scratch_bytes, part_bytes, decode, finish_decode}};
+    kTile, scratch_bytes<TileProduct>, forward_in_tiles, kPooler, Instruction::tdpbf16,
+    peak_of_tiles, {}};
+#elif defined(MULTIHEAD_PAIRS)
+extern const Unit MULTIHEAD_UNIT = {
+    kTile, scratch_bytes<PairProduct>, forward<PairProduct>, kPooler, Instruction::dpbf16,
+    peak<PairProduct>, {}};
 #else
-extern const Unit MULTIHEAD_UNIT = {kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>,
-                                    Instruction::fma, peak<FloatProduct>, {}};
+extern const Unit MULTIHEAD_UNIT = {
+    kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>, kPooler, Instruction::fma,
+    peak<FloatProduct>,
+#ifdef MULTIHEAD_NARROW
+    {kChunkKeys, decode_scratch_bytes, part_bytes, decode, finish_decode}};
+#else
+    {}};
+#endif
 #endif
 
 }  // namespace multihead

@@ -20,10 +20,17 @@ struct Decoder {
   void (*finish)(const ForwardArgs&, const WorkItem&, void* scratch, void* parts, int64_t chunks);
 };
 
+// Of a pooled map: what each item leaves, and how a head's items, side by side, are summed.
+struct Pooler {
+  size_t (*item_bytes)(const ForwardArgs&);
+  void (*finish)(const ForwardArgs&, int64_t batch, int64_t head, void* pools, int64_t items);
+};
+
 struct Unit {
   int tile_rows;                                          // rows in one tile
   size_t (*scratch_bytes)(const ForwardArgs&);            // per thread
-  void (*forward)(const ForwardArgs&, const WorkItem&, void* scratch);
+  void (*forward)(const ForwardArgs&, const WorkItem&, void* scratch, void* item_pool);
+  Pooler pooler;
   Instruction instruction;       // all but fma take bfloat16 alone
   double (*peak)(int64_t steps); // runs the instruction, returns how many operations
   Decoder decoder;               // of the narrow fma units alone, for every dtype

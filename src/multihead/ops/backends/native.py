@@ -94,6 +94,7 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
             bias_dtype=_dtype(torch.float32 if bias is None else bias.dtype),
             mask=_mask(problem.parts, batch, heads),
             statistics=tuple([_address(stats.get(name)) for name in _STATISTICS]),
+            map=getattr(problem, "_map", (0, 0, 0)),
             threads=torch.get_num_threads(),
         )
     except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
