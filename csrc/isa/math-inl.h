@@ -36,11 +36,15 @@ constexpr float kNoMaximum = -0x1.fffffep127f;
 constexpr float kLowestScore = -0x1.fffffcp127f;
 constexpr float kHidden = -__builtin_inff();
 
-// 2^x for x <= 0, relative error 2e-9 before rounding. Below 2^-125.5, for -inf too, the result is
-// exactly 0, which is what a hidden key must weigh; NaN stays NaN.
-INLINE Vec exp2(Vec x) {
-  const Vec n = round(x);
-  const Vec r = x - n;
+// 2^(factor x) for factor x <= 0, relative error 2e-9 before rounding. Below 2^-125.5, for -inf too,
+// the result is exactly 0, which is what a hidden key must weigh; NaN stays NaN.
+INLINE Vec exp2(Vec x, Vec factor) {
+  // Where a float's unit is 1, a sum is rounded to an integer: the product is within 2^22, or so low
+  // that its power is 0. Taken from the product again, which a fused multiply-add has not rounded,
+  // the integer leaves the exact rest.
+  const Vec unit_is_one = set1(0x1.8p23f);
+  const Vec n = fma(x, factor, unit_is_one) - unit_is_one;
+  const Vec r = fms(x, factor, n);
   Vec p = set1(1.535336196e-04f);
   p = fma(p, r, set1(1.339887502e-03f));
   p = fma(p, r, set1(9.618436918e-03f));
@@ -61,7 +65,7 @@ INLINE Vec tanh(Vec x) {
   p = fma(p, square, set1(1.333144009e-01f));
   p = fma(p, square, set1(-3.333328068e-01f));
   const Vec small = fma(p * square, x, x);
-  const Vec decay = exp2(size * set1(-2.0f * kLog2E));
+  const Vec decay = exp2(size, set1(-2.0f * kLog2E));
   const Vec large = (set1(1.0f) - decay) / (set1(1.0f) + decay);
   const Vec signed_large = select(greater(set1(0.0f), x), set1(0.0f) - large, large);
   return select(greater(set1(0.625f), size), small, signed_large);

@@ -124,9 +124,9 @@ NOINLINE void find_maximum(const float* scores, int begin, int end, int64_t firs
 INLINE void decay_state(const float* old_max, float per_bit, RowState& state) {
   for (int j = 0; j < kTileVectors; ++j) {
     const int r = j * kLanes;
-    const Vec fall =
-        max(set1(-200.0f), (load(old_max + r) - load(state.max + r)) * set1(per_bit));
-    const Vec a = exp2(fall);
+    const Vec below = load(old_max + r) - load(state.max + r);
+    const Vec a = exp2(below, set1(per_bit));
+    const Vec fall = max(set1(-200.0f), below * set1(per_bit));
     store(state.decay + r, a);
     store(state.shifted + r, a * fma(fall, load(state.sum + r), load(state.shifted + r)));
     store(state.sum + r, a * load(state.sum + r));
@@ -150,8 +150,9 @@ NOINLINE void join_states(const RowState& part, float per_bit, RowState& state, 
   decay_state(old_max, per_bit, state);
   for (int j = 0; j < kTileVectors; ++j) {
     const int r = j * kLanes;
-    const Vec fall = max(set1(-200.0f), (load(part.max + r) - load(state.max + r)) * set1(per_bit));
-    const Vec b = exp2(fall);
+    const Vec below = load(part.max + r) - load(state.max + r);
+    const Vec b = exp2(below, set1(per_bit));
+    const Vec fall = max(set1(-200.0f), below * set1(per_bit));
     store(share + r, b);
     const auto add = [r](float* sum, Vec x) INLINE_LAMBDA { store(sum + r, load(sum + r) + x); };
     add(state.shifted, b * fma(fall, load(part.sum + r), load(part.shifted + r)));
@@ -175,12 +176,12 @@ NOINLINE void weigh(float* scores, int begin, int end, float per_bit, RowState& 
     Vec sum[2] = {set1(0.0f), set1(0.0f)}, shifted[2] = {set1(0.0f), set1(0.0f)};
     const auto weight = [&](int k, int part) INLINE_LAMBDA {
       float* s = scores + k * kTile + j * kLanes;
-      const Vec y = (load(s) - top) * set1(per_bit);
-      const Vec e = exp2(y);
+      const Vec y = load(s) - top;
+      const Vec e = exp2(y, set1(per_bit));
       store(s, e);
       sum[part] = sum[part] + e;
       // A hidden key's y is -inf; max bounds it, and keeps a NaN.
-      if (kEntropy) shifted[part] = fma(e, max(set1(-200.0f), y), shifted[part]);
+      if (kEntropy) shifted[part] = fma(e, max(set1(-200.0f), y * set1(per_bit)), shifted[part]);
     };
     int k = begin;
     for (; k + 2 <= end; k += 2) {

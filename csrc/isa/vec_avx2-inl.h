@@ -19,6 +19,7 @@ INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 INLINE Vec broadcast(const float* p) { return _mm256_broadcast_ss(p); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm256_fmsub_ps(a, b, c); }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
@@ -77,9 +78,6 @@ INLINE void transpose(Vec x[8]) {
   }
 }
 
-INLINE Vec round(Vec x) {
-  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
 // x * 2^n for x in [0.5, 2]; 0 below the normal range, whatever x is.
 INLINE Vec scale_by_power(Vec x, Vec n) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);

@@ -30,6 +30,7 @@ INLINE Vec broadcast(const float* p) {
   return x;
 }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
@@ -106,9 +107,6 @@ INLINE void transpose(Vec x[16]) {
   }
 }
 
-INLINE Vec round(Vec x) {
-  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
 // x * 2^n for x in [0.5, 2]; 0 below the normal range, whatever x is. The lanes are masked because
 // scalef itself is slow where it underflows.
 INLINE Vec scale_by_power(Vec x, Vec n) {

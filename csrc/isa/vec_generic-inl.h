@@ -23,6 +23,7 @@ INLINE Vec load(const float* p) {
 INLINE void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof x); }
 INLINE Vec broadcast(const float* p) { return set1(*p); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+INLINE Vec fms(Vec a, Vec b, Vec c) { return a * b - c; }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
@@ -69,11 +70,6 @@ INLINE void transpose(Vec x[4]) {
   for (int i = 0; i < 4; ++i) x[i] = Vec{a[i], b[i], c[i], d[i]};
 }
 
-// Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits (|x| < 2^22).
-INLINE Vec round(Vec x) {
-  const Vec magic = set1(12582912.0f);
-  return (x + magic) - magic;
-}
 // x * 2^n for x in [0.5, 2]; 0 below the normal range, whatever x is.
 INLINE Vec scale_by_power(Vec x, Vec n) {
   // A NaN exponent converts to 0 or to 2^31, which the shift drops: a NaN x stays as it is.
