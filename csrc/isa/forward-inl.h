@@ -214,8 +214,13 @@ void forward(const ForwardArgs& a, const WorkItem& item, void* memory, void* ite
     block.end = begin + kKeyBlock < columns.end ? begin + kKeyBlock : columns.end;
     block.has_keys = block.has_values = block.is_scrubbed = false;
     block.odd_count = 0;
-    for (int64_t n = 0; n < tile_count; ++n)
+    const int64_t next = next_block(columns, begin + kKeyBlock);
+    const int64_t next_end = next + kKeyBlock < columns.end ? next + kKeyBlock : columns.end;
+    for (int64_t n = 0; n < tile_count; ++n) {
+      fetch_rows(a, a.key, a.head_dim, b, kv_head, next, next_end, n, tile_count);
+      fetch_rows(a, a.value, a.value_dim, b, kv_head, next, next_end, n, tile_count);
       attend(a, b, kv_head, block, scratch, scratch.tiles[n]);
+    }
   }
 
   for (int64_t n = 0; n < tile_count; ++n) {

@@ -59,6 +59,20 @@ INLINE bool reads_in_place(const ForwardArgs& a, const int64_t* strides, int64_t
          (a.tiles_per_item == 1 || strides[2] <= 2 * width);
 }
 
+// Asks for part n of `of` of a block's rows, which go to the second-level cache while an earlier block
+// is multiplied: K and V of several heads come from further away, and the tile that meets them
+// first would wait for each row.
+INLINE void fetch_rows(const ForwardArgs& a, const Tensor4& x, int64_t width, int64_t b,
+                       int64_t kv_head, int64_t begin, int64_t end, int64_t n, int64_t of) {
+  if (x.strides[3] != 1) return;
+  const int64_t bytes = element_bytes(a.dtype), count = end - begin;
+  for (int64_t k = begin + count * n / of; k < begin + count * (n + 1) / of; ++k) {
+    const char* row =
+        static_cast<const char*>(x.data) + offset_of(x.strides, b, kv_head, k) * bytes;
+    for (int64_t at = 0; at < width * bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+  }
+}
+
 NOINLINE Operand<float> key_operand(const ForwardArgs& a, int64_t b, int64_t kv_head,
                                     int64_t begin, int count, float* copy) {
   const int64_t* strides = a.key.strides;
