@@ -24,6 +24,23 @@ INLINE int64_t steps_for(int64_t width) {
 NOINLINE void pack_query(const ForwardArgs& a, int64_t b, const TileRows& rows, float* strip,
                          float* query) {
   const float sign = a.scale < 0 ? -1.0f : 1.0f;
+#ifdef MULTIHEAD_AVX512
+  // Transposed in registers where 16 numbers of a row lie together: a walk down a column for each
+  // row took 3 % of a full 1024 call.
+  if (a.dtype == Dtype::float32 && a.query.strides[3] == 1 && a.head_dim % kLanes == 0) {
+    const float* queries = static_cast<const float*>(a.query.data);
+    for (int r = 0; r < kTile; r += kLanes)
+      for (int64_t d = 0; d < a.head_dim; d += kLanes) {
+        Vec x[kLanes];
+        UNROLL for (int i = 0; i < kLanes; ++i)
+          x[i] = load(queries + offset_of(a.query.strides, b, rows.head[r + i], rows.query[r + i]) +
+                      d) * set1(sign);
+        transpose(x);
+        UNROLL for (int i = 0; i < kLanes; ++i) store(query + (d + i) * kTile + r, x[i]);
+      }
+    return;
+  }
+#endif
   for (int r = 0; r < kTile; ++r) {
     read_floats(a.dtype, a.query.data,
                 offset_of(a.query.strides, b, rows.head[r], rows.query[r]), a.query.strides[3],
