@@ -19,6 +19,7 @@ namespace {
 
 using namespace multihead;
 
+typedef std::array<int64_t, 4> Strides;
 typedef std::array<int64_t, 5> View;        // address and four strides
 typedef std::array<int64_t, 2> RowsView;    // address and batch stride
 typedef std::array<int64_t, 2> Number;      // value, address or 0
@@ -28,8 +29,11 @@ T* pointer(int64_t address) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
+Tensor4 tensor(int64_t address, const Strides& strides) {
+  return {pointer<const void>(address), {strides[0], strides[1], strides[2], strides[3]}};
+}
 Tensor4 tensor(const View& view) {
-  return {pointer<const void>(view[0]), {view[1], view[2], view[3], view[4]}};
+  return tensor(view[0], {view[1], view[2], view[3], view[4]});
 }
 Tensor4 tensor(const std::optional<View>& view) { return view ? tensor(*view) : Tensor4{}; }
 Rows rows(const std::optional<RowsView>& view) {
@@ -78,11 +82,12 @@ void construct_mask(Mask* self, const Number& start, const Number& first,
   mask->dense = tensor(dense);
 }
 
-void call(Dtype dtype, const std::array<int64_t, 7>& sizes, const View& query, const View& key,
-          const View& value, const View& out, double scale, double softcap, int64_t sinks,
-          int64_t slopes, std::optional<View> bias, Dtype bias_dtype, const Mask& mask,
-          const std::array<int64_t, 9>& statistics, const std::array<int64_t, 3>& map,
-          int threads) {
+void call(Dtype dtype, const std::array<int64_t, 7>& sizes, int64_t query,
+          const Strides& query_strides, int64_t key, const Strides& key_strides, int64_t value,
+          const Strides& value_strides, int64_t out, const Strides& out_strides, double scale,
+          double softcap, int64_t sinks, int64_t slopes, const std::optional<View>& bias,
+          Dtype bias_dtype, const Mask& mask, const std::array<int64_t, 9>& statistics,
+          const std::array<int64_t, 3>& map, int threads) {
   ForwardArgs args{};
   args.dtype = dtype;
   args.batch = sizes[0];
@@ -92,11 +97,11 @@ void call(Dtype dtype, const std::array<int64_t, 7>& sizes, const View& query, c
   args.key_length = sizes[4];
   args.head_dim = sizes[5];
   args.value_dim = sizes[6];
-  args.query = tensor(query);
-  args.key = tensor(key);
-  args.value = tensor(value);
-  args.out = pointer<void>(out[0]);
-  for (int i = 0; i < 4; ++i) args.out_strides[i] = out[i + 1];
+  args.query = tensor(query, query_strides);
+  args.key = tensor(key, key_strides);
+  args.value = tensor(value, value_strides);
+  args.out = pointer<void>(out);
+  for (int i = 0; i < 4; ++i) args.out_strides[i] = out_strides[i];
   args.scale = scale;
   args.softcap = softcap;
   args.sinks = pointer<const float>(sinks);
@@ -129,12 +134,13 @@ NB_MODULE(_native, m) {
            "prefix"_a, "key_lengths"_a, "query_lengths"_a, "key_visible"_a.none(),
            "query_ids"_a.none(), "key_ids"_a.none(), "query_positions"_a.none(),
            "key_positions"_a.none(), "ranges"_a.none(), "dense"_a.none());
-  m.def("forward", call, nb::kw_only(), "dtype"_a, "sizes"_a, "query"_a, "key"_a, "value"_a,
-        "out"_a, "scale"_a, "softcap"_a, "sinks"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a,
-        "mask"_a, "statistics"_a, "map"_a, "threads"_a);
+  m.def("forward", call, "dtype"_a, "sizes"_a, "query"_a, "query_strides"_a, "key"_a,
+        "key_strides"_a, "value"_a, "value_strides"_a, "out"_a, "out_strides"_a, "scale"_a,
+        "softcap"_a, "sinks"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a, "mask"_a,
+        "statistics"_a, "map"_a, "threads"_a);
   m.def("instruction_sets", instruction_sets);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
-  m.def("has_few_rows", has_few_rows, "heads"_a, "kv_heads"_a, "query_length"_a);
+  m.def("decodes", decodes, "heads"_a, "kv_heads"_a, "query_length"_a);
   m.def("use_decoder", use_decoder, "on"_a);
   m.def("instruction_set_for", instruction_set_for, "dtype"_a);
   m.def("peak", peak, "kind"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());

@@ -261,9 +261,11 @@ void use_instruction_set(const std::string& name) {
   choice().store(index_or_throw(name, "use_instruction_set"));
 }
 
-bool has_few_rows(int64_t heads, int64_t kv_heads, int64_t query_length) {
+bool decodes(int64_t heads, int64_t kv_heads, int64_t query_length) {
   // From shapes alone: a row's bits must not depend on the batch around it.
-  return heads / kv_heads * query_length <= entry_for(Dtype::float32).narrow->tile_rows;
+  if (kv_heads == 0) return false;
+  const bool fits = heads / kv_heads * query_length <= entry_for(Dtype::float32).narrow->tile_rows;
+  return fits && decoder_is_on.load(std::memory_order_relaxed);
 }
 
 void use_decoder(bool on) { decoder_is_on.store(on, std::memory_order_relaxed); }
@@ -273,7 +275,7 @@ std::string instruction_set_for(Dtype dtype) { return entry_for(dtype).name; }
 void forward(const ForwardArgs& args, int threads) {
   if (args.batch * args.heads * args.query_length == 0) return;
   const Entry& entry = entry_for(args.dtype);
-  if (has_few_rows(args.heads, args.kv_heads, args.query_length) && !args.map.mass && decoder_is_on.load(std::memory_order_relaxed))
+  if (!args.map.mass && decodes(args.heads, args.kv_heads, args.query_length))
     decode(args, entry_for(Dtype::float32).narrow->decoder, threads);
   else
     prefill(args, entry, threads);

@@ -46,13 +46,14 @@ INLINE void open_bin(const ForwardArgs& a, int64_t column, const RowState& state
   pool.bin = ((column + 1) * a.map.column_bins - 1) / a.key_length;
 }
 
-// The weights of a block join. A bin that ended before this block closes with the maxima that its
-// sums still are relative to: hence before the state decays.
+// A bin that ended before this block closes with the maxima that its sums still are relative to:
+// hence before the state decays.
 INLINE void open_bin_of_block(const ForwardArgs& a, int64_t first_key, const RowState& state,
                               TilePool& pool) {
   if (first_key >= column_edge(a, pool.bin + 1)) open_bin(a, first_key, state, pool);
 }
 
+// The weights of a block join.
 NOINLINE void pool_block(const ForwardArgs& a, int64_t first_key, const Visibility& seen,
                          const BlockScratch& block, const RowState& state, TilePool& pool) {
   for (int r = 0; r < kTile; ++r) pool.open[r] *= state.decay[r];
@@ -70,7 +71,7 @@ NOINLINE void pool_block(const ForwardArgs& a, int64_t first_key, const Visibili
 // weights, the number of rows that see a key, and the cells in which a pair is visible.
 struct ItemPool {
   int64_t first_bin, bins;
-  float* mass;       // [bins, column_bins]
+  double* mass;      // [bins, column_bins]
   int32_t* live;     // [bins]
   uint8_t* visible;  // [bins, column_bins]
   size_t bytes;      // the same for all items of a call
@@ -82,7 +83,7 @@ struct ItemPool {
     bins = row_bin(a, last - 1) + 1 - first_bin;
     const int64_t most = rows * a.map.row_bins / a.query_length + 2;
     Arena arena(memory);
-    mass = arena.take<float>(most * a.map.column_bins);
+    mass = arena.take<double>(most * a.map.column_bins);
     live = arena.take<int32_t>(most);
     visible = arena.take<uint8_t>(most * a.map.column_bins);
     bytes = arena.bytes;
@@ -96,7 +97,7 @@ struct ItemPool {
 INLINE void begin_item_pool(const ForwardArgs& a, const ItemPool& pool) {
   for (int64_t n = 0; n < pool.bins; ++n) pool.live[n] = 0;
   for (int64_t x = 0; x < pool.bins * a.map.column_bins; ++x) {
-    pool.mass[x] = 0.0f;
+    pool.mass[x] = 0.0;
     pool.visible[x] = 0;
   }
 }
@@ -106,11 +107,11 @@ NOINLINE void finish_pool(const ForwardArgs& a, const TileRows& rows, const RowS
                           TilePool& pool, const ItemPool& item) {
   open_bin(a, a.key_length - 1, state, pool);
   const float per_bit = makes_logits(a) ? kLog2E : kLog2E * size_of_scale(a);
-  float share[kTile];  // of a weight relative to the row's maximum
+  double share[kTile];  // of a weight relative to the row's maximum
   for (int r = 0; r < kTile; ++r) {
     const bool has_sink = a.sinks != nullptr;
     const RowEnd end = end_row(a, state, r, has_sink, has_sink ? a.sinks[rows.head[r]] : 0.0);
-    share[r] = state.sum[r] == 0 ? 0.0f : static_cast<float>(end.key_share / end.sum);
+    share[r] = state.sum[r] == 0 ? 0.0 : end.key_share / end.sum;
   }
   int begin = 0;
   while (begin < rows.count) {
@@ -125,16 +126,14 @@ NOINLINE void finish_pool(const ForwardArgs& a, const TileRows& rows, const RowS
     for (int64_t n = 0; n < a.map.column_bins; ++n) {
       if (!(pool.viewers[n] & lanes)) continue;
       item.visible[bin * a.map.column_bins + n] = 1;
-      Vec total = set1(0.0f);
+      float mass[kTile];
       UNROLL for (int j = 0; j < kTileVectors; ++j) {
         const int r = j * kLanes;
-        const Vec fall = (load(pool.maximum + n * kTile + r) - load(state.max + r)) * set1(per_bit);
-        const Vec mass = load(pool.mass + n * kTile + r) * load(share + r) * exp2(fall);
-        total = total + select(lanes_of(lanes >> r), mass, set1(0.0f));
+        const Vec below = load(pool.maximum + n * kTile + r) - load(state.max + r);
+        store(mass + r, load(pool.mass + n * kTile + r) * exp2(below, set1(per_bit)));
       }
-      float each[kLanes], sum = 0.0f;
-      store(each, total);
-      for (float x : each) sum += x;
+      double sum = 0.0;
+      for (int r = begin; r < stop; ++r) sum += mass[r] * share[r];
       item.mass[bin * a.map.column_bins + n] += sum;
     }
     begin = stop;
@@ -156,7 +155,7 @@ void finish_map(const ForwardArgs& a, int64_t batch, int64_t head, void* pools, 
     while (stop < items && pool_of(stop).first_bin <= bin) ++stop;
     for (int64_t c = 0; c < columns; ++c) {
       bool visible = false;
-      float mass = 0.0f;
+      double mass = 0.0;
       int32_t live = 0;
       for (int64_t n = first; n < stop; ++n) {
         const ItemPool pool = pool_of(n);
@@ -165,7 +164,7 @@ void finish_map(const ForwardArgs& a, int64_t batch, int64_t head, void* pools, 
         mass += pool.mass[row * columns + c];
         live += pool.live[row];
       }
-      map[bin * columns + c] = visible ? mass / static_cast<float>(live) : __builtin_nanf("");
+      map[bin * columns + c] = visible ? static_cast<float>(mass / live) : __builtin_nanf("");
     }
   }
 }

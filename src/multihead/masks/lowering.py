@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +15,9 @@ from ..errors import DeviceError, MaskError
 from .parts import MaskParts
 
 _Integer = int | Tensor
+_Lefts = Sequence[tuple[_Integer, int]]
+_Rights = Sequence[tuple[_Integer, _Integer]]
+_INTEGERS = {int, NoneType}
 
 # Kernels hold positions and distances in 32 bits; sums of two of these still fit.
 _FAR = 1 << 30
@@ -18,6 +25,15 @@ _FAR = 1 << 30
 
 class Lowering:
     """Gathers what the masks of one call contribute; `finish` merges it into MaskParts."""
+
+    frame: tuple[str, _Integer | tuple[Tensor, Tensor | None]] | None = None
+    lefts: tuple[tuple[_Integer, int], ...] = ()
+    rights: tuple[tuple[_Integer, _Integer], ...] = ()
+    key_lengths: Tensor | None = None
+    query_lengths: Tensor | None = None
+    key_visible: Tensor | None = None
+    ids: tuple[Tensor, Tensor] | None = None
+    dense: Tensor | None = None
 
     def __init__(
         self,
@@ -32,24 +48,15 @@ class Lowering:
         self.batch = batch
         self.heads = heads
         self.device = device
-        self.frame: tuple[str, _Integer | tuple[Tensor, Tensor | None]] | None = None
-        self.lefts: list[tuple[_Integer, int]] = []
-        self.rights: list[tuple[_Integer, _Integer]] = []
-        self.key_lengths: Tensor | None = None
-        self.query_lengths: Tensor | None = None
-        self.key_visible: Tensor | None = None
-        self.ids: tuple[Tensor, Tensor] | None = None
-        self.dense: Tensor | None = None
+        # No branch of a recorded graph may depend on an integer, which stands for many there.
+        self.eager = not torch.compiler.is_compiling()
 
     def limit_left(self, left: _Integer, keep_first: int) -> None:
-        _check_range(left, "Window.left", 0)
-        self.lefts.append((self._per_head(left, "Window.left"), min(keep_first, _FAR)))
+        self.lefts += ((self._per_head(left, "Window.left"), min(keep_first, _FAR)),)
 
     def limit_right(self, right: _Integer, prefix: _Integer = 0) -> None:
-        _check_range(right, "Window.right", 0)
-        _check_range(prefix, "PrefixCausal.length", 0)
-        prefix = self._per_batch(prefix, "PrefixCausal.length")
-        self.rights.append((self._per_head(right, "Window.right"), prefix))
+        right = self._per_head(right, "Window.right")
+        self.rights += ((right, self._per_batch(prefix, "PrefixCausal.length", 0)),)
 
     def show_keys(self, visible: Tensor) -> None:
         visible = self._two_dims(visible, self.key_length, "KeyPadding", "key")
@@ -102,8 +109,7 @@ class Lowering:
         self.key_lengths = _smaller(self.key_lengths, lengths)
 
     def set_start(self, start: _Integer, name: str) -> None:
-        _check_range(start, name, -_FAR, _FAR)
-        self._set_frame(name, self._per_batch(start, name))
+        self._set_frame(name, self._per_batch(start, name, -_FAR, _FAR))
 
     def set_positions(self, query: Tensor, key: Tensor) -> None:
         _check_range(query, "Positions.query", -_FAR, _FAR)
@@ -114,6 +120,11 @@ class Lowering:
 
     def finish(self) -> MaskParts:
         """The merged parts. Two windows without a common closed form become ranges."""
+        lefts = self.lefts if len(self.lefts) <= 1 else _tightest_lefts(self.lefts)
+        rights = self.rights if len(self.rights) <= 1 else _tightest_rights(self.rights)
+        closed_form = self._closed_form(lefts, rights)
+        if closed_form is not None:
+            return _closed_parts(self.device, *closed_form)
         start: _Integer = self.key_length - self.query_length
         query_positions = key_positions = None
         if self.frame is not None:
@@ -126,7 +137,6 @@ class Lowering:
         if self.key_visible is not None and self.key_length > 0:
             first = self.key_visible.to(torch.uint8).argmax(-1).to(torch.int32)
         ids = self.ids or (None, None)
-        lefts, rights = _tightest_lefts(self.lefts), _tightest_rights(self.rights)
 
         def parts(
             left: tuple[_Integer, int] | None,
@@ -167,6 +177,24 @@ class Lowering:
             return parts(None, None, dense=visible if self.dense is None else visible & self.dense)
         return parts(None, None, ranges=_common_ranges(windows))
 
+    def _closed_form(self, lefts: _Lefts, rights: _Rights) -> tuple[Any, ...] | None:
+        """The arguments of `_closed_parts` after the first, if they are the whole mask."""
+        if (
+            not self.eager
+            or len(lefts) > 1
+            or len(rights) > 1
+            or self.key_lengths is not None
+            or self.key_visible is not None
+            or self.ids is not None
+            or self.dense is not None
+        ):
+            return None
+        start = self.key_length - self.query_length if self.frame is None else self.frame[1]
+        left, keep_first = lefts[0] if lefts else (None, 0)
+        right, prefix = rights[0] if rights else (None, 0)
+        numbers = (self.query_length, self.key_length, start, left, keep_first, right, prefix)
+        return numbers if _INTEGERS.issuperset(map(type, numbers)) else None
+
     def _set_frame(self, name: str, frame: _Integer | tuple[Tensor, Tensor | None]) -> None:
         if self.frame is not None and not _same_frame(self.frame[1], frame):
             raise MaskError(
@@ -186,12 +214,20 @@ class Lowering:
                     "query_lengths too: KeyLengths(lengths, query_lengths=lengths)."
                 )
 
-    def _per_batch(self, value: _Integer, name: str) -> _Integer:
+    def _per_batch(
+        self, value: _Integer, name: str, least: int, most: int | None = None
+    ) -> _Integer:
+        if self.eager and type(value) is int and least <= value <= _FAR:
+            return value
+        _check_range(value, name, least, most)
         if isinstance(value, Tensor):
             return self._vector(value, self.batch, name, "batch")
         return max(-_FAR, min(value, _FAR))
 
     def _per_head(self, value: _Integer, name: str) -> _Integer:
+        if self.eager and type(value) is int and 0 <= value <= _FAR:
+            return value
+        _check_range(value, name, 0)
         if isinstance(value, Tensor):
             return self._vector(value, self.heads, name, "number of heads")
         return max(-_FAR, min(value, _FAR))
@@ -219,6 +255,31 @@ class Lowering:
                 f"Move it with .to({str(self.device)!r})."
             )
         return value
+
+
+@lru_cache(maxsize=1024)
+def _closed_parts(
+    device: torch.device,
+    query_length: int,
+    key_length: int,
+    start: int,
+    left: int | None,
+    keep_first: int,
+    right: int | None,
+    prefix: int,
+) -> MaskParts:
+    """A mask without tensors, which calls of one shape share: to build it takes longer than a
+    small call's kernel."""
+    return MaskParts(
+        query_length=query_length,
+        key_length=key_length,
+        device=device,
+        start=start,
+        left=left,
+        keep_first=keep_first,
+        right=right,
+        prefix=prefix,
+    )
 
 
 def _same_frame(
@@ -285,7 +346,7 @@ def _small_ids(query_ids: Tensor, key_ids: Tensor | None) -> tuple[Tensor, Tenso
     return query_ids, key_ids
 
 
-def _tightest_lefts(lefts: list[tuple[_Integer, int]]) -> list[tuple[_Integer, int]]:
+def _tightest_lefts(lefts: _Lefts) -> _Lefts:
     """Merge left bounds with one `keep_first`; drop those that a tighter one implies."""
     merged: dict[int, _Integer] = {}
     for left, keep in lefts:
@@ -300,7 +361,7 @@ def _tightest_lefts(lefts: list[tuple[_Integer, int]]) -> list[tuple[_Integer, i
     ]
 
 
-def _tightest_rights(rights: list[tuple[_Integer, _Integer]]) -> list[tuple[_Integer, _Integer]]:
+def _tightest_rights(rights: _Rights) -> _Rights:
     """Merge right bounds without a prefix; drop prefixed ones that the merged one implies."""
     plain: _Integer | None = None
     prefixed: list[tuple[_Integer, _Integer]] = []

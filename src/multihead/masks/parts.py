@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,6 +58,25 @@ class MaskParts:
     key_positions: Tensor | None = None
     ranges: Tensor | None = None
     dense: Tensor | None = None
+
+    @cached_property
+    def closed_form(self) -> tuple[int, int, int | None, int | None, int, int] | None:
+        """start, first, left, right, keep_first and prefix if these are the mask and are ints."""
+        numbers = (self.start, self.first, self.left, self.right, self.keep_first, self.prefix)
+        tensors = (
+            self.key_lengths,
+            self.query_lengths,
+            self.key_visible,
+            self.query_ids,
+            self.key_ids,
+            self.query_positions,
+            self.key_positions,
+            self.ranges,
+            self.dense,
+        )
+        if any(isinstance(part, Tensor) for part in (*numbers, *tensors)):
+            return None
+        return numbers  # type: ignore[return-value]
 
     @property
     def hides_nothing(self) -> bool:

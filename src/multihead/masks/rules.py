@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import DtypeError, MaskError
+from .lowering import Lowering
 from .parts import MaskParts
-
-if TYPE_CHECKING:
-    from .lowering import Lowering
 
 
 class Mask:
@@ -49,9 +47,9 @@ class Mask:
         `batch` and `heads`, where given, are what per-sample and per-head tensors must fit.
         Raises MaskError when the mask does not fit the lengths or contradicts itself.
         """
-        from .lowering import Lowering
-
-        lowering = Lowering(query_length, key_length, batch, heads, torch.device(device))
+        if not isinstance(device, torch.device):
+            device = torch.device(device)
+        lowering = Lowering(query_length, key_length, batch, heads, device)
         self.add_to(lowering)
         return lowering.finish()
 

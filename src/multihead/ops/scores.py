@@ -18,6 +18,8 @@ from .problem import ALiBi, Logits
 # backward pass holds a dozen. Blocks of 32 MiB take twice the time: each is fresh pages.
 BLOCK_ELEMENTS = 1 << 19
 
+_UNCHANGED = nullcontext()
+
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
@@ -80,10 +82,12 @@ def row_blocks(call: Logits) -> Iterator[tuple[slice, slice]]:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Products as they are written, where an autocast region would round them to its dtype."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return _UNCHANGED
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return _UNCHANGED
 
 
 def grouped_matmul(left_bhqx: Tensor, right_bgxy: Tensor) -> Tensor:
