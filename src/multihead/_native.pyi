@@ -34,13 +34,16 @@ class Mask:
     ) -> None: ...
 
 def forward(
-    *,
     dtype: Dtype,
     sizes: tuple[int, int, int, int, int, int, int],
-    query: tuple[int, ...],
-    key: tuple[int, ...],
-    value: tuple[int, ...],
-    out: tuple[int, ...],
+    query: int,
+    query_strides: tuple[int, ...],
+    key: int,
+    key_strides: tuple[int, ...],
+    value: int,
+    value_strides: tuple[int, ...],
+    out: int,
+    out_strides: tuple[int, ...],
     scale: float,
     softcap: float,
     sinks: int,
@@ -49,9 +52,12 @@ def forward(
     bias_dtype: Dtype,
     mask: Mask,
     statistics: tuple[int, ...],
+    map: tuple[int, ...],
     threads: int,
 ) -> None: ...
 def instruction_sets() -> list[str]: ...
 def use_instruction_set(name: str) -> None: ...
+def decodes(heads: int, kv_heads: int, query_length: int) -> bool: ...
+def use_decoder(on: bool) -> None: ...
 def instruction_set_for(dtype: Dtype) -> str: ...
 def peak(kind: str, threads: int) -> float: ...

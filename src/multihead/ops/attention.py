@@ -17,7 +17,7 @@ from ..masks import Mask
 from . import dispatch, library
 from .problem import STATISTICS, ALiBi, Problem, checked_stats, describe
 from .sweep import visible_keys
-from .weights import attention_weights
+from .weights import attention_map, attention_weights
 
 T = TypeVar("T", Tensor, Any)
 
@@ -89,6 +89,7 @@ def attention_with_stats(
     value: T,
     *,
     stats: Sequence[str] = ("lse", "entropy", "max_logit"),
+    bins: int | None = None,
     mask: Mask | Tensor | None = None,
     bias: Tensor | ALiBi | None = None,
     scale: float | None = None,
@@ -99,7 +100,7 @@ def attention_with_stats(
 ) -> AttentionResult:
     """`attention`, and statistics of every query row from the same pass.
 
-    Takes attention's arguments, and `stats`, any of:
+    Takes attention's arguments, `bins`, and `stats`, any of:
 
     * `lse`: log of the softmax's denominator, natural, a sink included; -inf for an empty row
     * `entropy`: of the row's weights in nats, a sink being one outcome
@@ -112,6 +113,9 @@ def attention_with_stats(
 
     lse, entropy and max_logit are differentiable, the others detached. Each is [B, H, Lq] in
     float32 (float64 for float64 inputs; argmax int64).
+
+    With `bins`, `result.map` is the matrix of weights pooled to `bins` x `bins` cells: what
+    `attention_map` with pool "mass" gives, from the same pass where the backend can, detached.
 
     Source: Dao et al. 2022 for lse; Zhai et al. 2023 for entropy; Kimi K2 2025 for max_qk.
     """
@@ -130,13 +134,25 @@ def attention_with_stats(
         sinks=sinks,
         dropout_p=dropout_p,
         stats=(*names, "lse"),
+        bins=bins,
     )
     out, computed = _run(problem, backend)
-    call = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap}
+    call: dict[str, Any] = {
+        "query": problem.query,
+        "key": problem.key,
+        "lse": computed["lse"],
+        "mask": mask,
+        "bias": bias,
+        "scale": scale,
+        "softcap": softcap,
+    }
+    wanted = {name: computed[name] for name in names}
+    if bins is not None:
+        wanted["map"] = computed["map"] if "map" in computed else attention_map(**call, bins=bins)
     return AttentionResult(
         out=out.numpy() if is_array else out,
-        stats={name: computed[name].numpy() if is_array else computed[name] for name in names},
-        _call={"query": problem.query, "key": problem.key, "lse": computed["lse"], **call},
+        stats={name: x.numpy() if is_array else x for name, x in wanted.items()},
+        _call=call,
     )
 
 
@@ -156,6 +172,8 @@ class AttentionResult:
         stats = self.__dict__.get("stats", {})
         if name in stats:
             return stats[name]
+        if name == "map":
+            raise AttributeError("No map was asked for: pass bins=64 to attention_with_stats.")
         if name in STATISTICS:
             raise AttributeError(
                 f"{name!r} was not asked for; this result has {', '.join(stats) or 'none'}. "

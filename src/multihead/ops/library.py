@@ -11,6 +11,7 @@ A call travels as flat arguments, in the order of `_SCHEMA`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ _SCHEMA = (
 )
 _RESULTS = ", ".join(f"Tensor {name}" for name in ("out", *STATISTICS))
 _GRADIENTS = ", ".join(f"Tensor grad_{n}" for n in ("query", "key", "value", "bias", "slopes"))
+
+_PLAIN = {Tensor, torch.nn.Parameter, NoneType}  # what holds its numbers at `data_ptr()`
 
 _library = torch.library.Library("multihead", "DEF")
 _library.define(f"attend({_SCHEMA}) -> ({_RESULTS})")
@@ -75,12 +78,8 @@ def _needs_operator(problem: Problem) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or problem.query.device.type == "meta"
-        or any(
-            type(tensor) not in (Tensor, torch.nn.Parameter)
-            for tensor in problem.differentiated
-            if tensor is not None
-        )
+        or problem.query.is_meta
+        or not _PLAIN.issuperset(map(type, problem.differentiated))
     )
 
 

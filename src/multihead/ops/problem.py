@@ -29,6 +29,7 @@ STATISTICS = (
 )
 DIFFERENTIABLE = ("lse", "entropy", "max_logit")
 
+_EVERYTHING = Window(None, None)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -95,13 +96,14 @@ class Logits:
 
 @dataclass(frozen=True, eq=False)
 class Problem(Logits):
-    """One checked call of attention: its logits, values `[B, Hkv, Lk, Dv]`, sinks `[H]` and the
-    statistics that are wanted beside the output.
+    """One checked call of attention: its logits, values `[B, Hkv, Lk, Dv]`, sinks `[H]`, and the
+    statistics and the bins of the pooled map that are wanted beside the output.
     """
 
     value: Tensor
     sinks: Tensor | None
     stats: tuple[str, ...]
+    bins: int | None = None
 
     @property
     def value_dim(self) -> int:
@@ -110,9 +112,9 @@ class Problem(Logits):
     @property
     def differentiated(self) -> tuple[Tensor | None, ...]:
         """The tensors that gradients may be asked for, in the order of the operator."""
-        slopes = self.bias.slopes if isinstance(self.bias, ALiBi) else None
-        bias = self.bias if isinstance(self.bias, Tensor) else None
-        return self.query, self.key, self.value, bias, slopes, self.sinks
+        if isinstance(self.bias, ALiBi):
+            return self.query, self.key, self.value, None, self.bias.slopes, self.sinks
+        return self.query, self.key, self.value, self.bias, None, self.sinks
 
     @property
     def needs_grad(self) -> bool:
@@ -134,6 +136,7 @@ def describe(
     sinks: Tensor | None,
     dropout_p: float,
     stats: Sequence[str] = (),
+    bins: int | None = None,
 ) -> Problem:
     """Check a call and describe it.
 
@@ -143,14 +146,10 @@ def describe(
     query, key, value = _autocast(query, key, value)
     _check_tensors(query=query, key=key, value=value)
     _check_shapes(query, key, value)
-    logits = _describe_logits(query, key, mask, bias, scale, softcap)
+    logits = _checked_logits(query, key, mask, bias, scale, softcap)
     _check_dropout(dropout_p)
-    return Problem(
-        **vars(logits),
-        value=value,
-        sinks=None if sinks is None else _checked_per_head(sinks, "sinks", query),
-        stats=checked_stats(stats),
-    )
+    sinks = None if sinks is None else _checked_per_head(sinks, "sinks", query)
+    return Problem(*logits, value, sinks, checked_stats(stats), checked_bins(bins))
 
 
 def describe_logits(
@@ -166,28 +165,23 @@ def describe_logits(
     query, key = _autocast(query, key)
     _check_tensors(query=query, key=key)
     _check_shapes(query, key, None)
-    return _describe_logits(query, key, mask, bias, scale, softcap)
+    return Logits(*_checked_logits(query, key, mask, bias, scale, softcap))
 
 
-def _describe_logits(
+def _checked_logits(
     query: Tensor,
     key: Tensor,
     mask: Mask | Tensor | None,
     bias: Tensor | ALiBi | None,
     scale: float | None,
     softcap: float | None,
-) -> Logits:
-    batch, heads, query_length, _ = query.shape
+) -> tuple[Tensor, Tensor, MaskParts, Tensor | ALiBi | None, float, float | None]:
+    """The fields of Logits, in its order."""
+    batch, heads, query_length, head_dim = query.shape
     rule = _checked_mask(mask)
     parts = rule.lower(query_length, key.shape[2], batch=batch, heads=heads, device=query.device)
-    return Logits(
-        query=query,
-        key=key,
-        parts=parts,
-        bias=_checked_bias(bias, query, key),
-        scale=_checked_scale(scale, query.shape[3]),
-        softcap=_checked_softcap(softcap),
-    )
+    bias = _checked_bias(bias, query, key)
+    return query, key, parts, bias, _checked_scale(scale, head_dim), _checked_softcap(softcap)
 
 
 def checked_stats(stats: Sequence[str]) -> tuple[str, ...]:
@@ -197,14 +191,25 @@ def checked_stats(stats: Sequence[str]) -> tuple[str, ...]:
             "stats must list statistics by name; got None. Leave it out, or pass ()."
         )
     names = (stats,) if isinstance(stats, str) else tuple(stats)
+    if not names:
+        return names
     for name in names:
         if name not in STATISTICS:
             raise ArgumentError(f"Unknown statistic {name!r}; there are {', '.join(STATISTICS)}.")
     return tuple(name for name in STATISTICS if name in names)
 
 
+def checked_bins(bins: int | None) -> int | None:
+    """A number of bins or None; raises ArgumentError for anything else."""
+    if bins is not None and (isinstance(bins, bool) or not isinstance(bins, int) or bins < 1):
+        raise ArgumentError(f"bins must be a whole number, 1 or more; got {bins!r}.")
+    return bins
+
+
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast tensors are cast to its dtype first, float64 aside, as torch does."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
@@ -253,26 +258,32 @@ def _check_tensors(**tensors: Tensor) -> None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
+    batch, heads, _, width = query.shape
+    key_batch, kv_heads, key_length, key_width = key.shape
     if value is not None:
-        for axis, what in ((0, "batch"), (1, "number of KV heads"), (2, "length")):
-            if key.shape[axis] != value.shape[axis]:
+        value_batch, value_heads, value_length, _ = value.shape
+        for size, other, what in (
+            (key_batch, value_batch, "batch"),
+            (kv_heads, value_heads, "number of KV heads"),
+            (key_length, value_length, "length"),
+        ):
+            if size != other:
                 raise ArgumentError(
-                    f"key and value differ in {what}: {key.shape[axis]} against "
-                    f"{value.shape[axis]} ({_shapes(query, key, value)})."
+                    f"key and value differ in {what}: {size} against {other} "
+                    f"({_shapes(query, key, value)})."
                 )
-    if query.shape[0] != key.shape[0]:
+    if batch != key_batch:
         raise ArgumentError(
-            f"query and key differ in batch: {query.shape[0]} against {key.shape[0]} "
+            f"query and key differ in batch: {batch} against {key_batch} "
             f"({_shapes(query, key, value)}). Nothing is broadcast here; use expand."
         )
-    if query.shape[3] != key.shape[3]:
+    if width != key_width:
         raise ArgumentError(
-            f"query and key differ in head width D: {query.shape[3]} against {key.shape[3]} "
+            f"query and key differ in head width D: {width} against {key_width} "
             f"({_shapes(query, key, value)})."
         )
-    if query.shape[3] == 0:
+    if width == 0:
         raise ArgumentError(f"The head width D must be at least 1 ({_shapes(query, key, value)}).")
-    heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads if kv_heads else heads:
         raise ArgumentError(
             f"{heads} query heads can't share {kv_heads} KV heads evenly: the number of KV heads "
@@ -288,7 +299,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor | None) -> str:
 
 def _checked_mask(mask: Mask | Tensor | None) -> Mask:
     if mask is None:
-        return Window(None, None)
+        return _EVERYTHING
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:

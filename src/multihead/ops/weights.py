@@ -19,7 +19,7 @@ from ..errors import ArgumentError, DeviceError, DtypeError
 from ..masks import Mask, MaskParts
 from .cells import cells_at, visible_at
 from .pooling import Bins, bin_edges, lift, uniform_mass
-from .problem import ALiBi, Logits, describe_logits
+from .problem import ALiBi, Logits, checked_bins, describe_logits
 from .scores import Rectangle, rectangle
 from .sweep import BLOCK_ROWS, finite_where_empty, mask_shape, sweep
 
@@ -96,8 +96,7 @@ def attention_map(
     """
     if pool not in get_args(Pool):
         raise ArgumentError(f"pool must be one of {', '.join(get_args(Pool))}; got {pool!r}.")
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ArgumentError(f"bins must be a whole number, 1 or more; got {bins!r}.")
+    checked_bins(bins)
     call = describe_logits(query, key, mask=mask, bias=bias, scale=scale, softcap=softcap)
     lse = _checked_lse(call, lse)
     row_edges = bin_edges(call.query_length, bins)

@@ -41,6 +41,8 @@ _STATISTICS = (
     "participation",
     "argmax",
 )
+_NO_STATISTICS = (0,) * len(_STATISTICS)
+_NO_MAP = (0, 0, 0)
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -59,44 +61,48 @@ def reasons(problem: Problem) -> list[str]:
 def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     """The output [B, H, Lq, Dv] in query's dtype, and the statistics of `problem.stats`.
 
-    Statistics are float32 [B, H, Lq], argmax int64. The bits do not depend on the number of
-    threads or on the batch around a row. Raises BackendError if the extension is not built.
+    Statistics are float32 [B, H, Lq], argmax int64. With `problem.bins` they hold the "map", as
+    `attention_map` pools it, unless the call has so few rows that their kernel pools none. The bits
+    do not depend on the number of threads or on the batch around a row. Raises BackendError if
+    the extension is not built.
     """
     extension = _extension()
-    # A lazily negated view's memory holds the other sign.
-    query, key, value = (x.resolve_neg() for x in (problem.query, problem.key, problem.value))
+    query, key, value = (
+        _written_out(problem.query),
+        _written_out(problem.key),
+        _written_out(problem.value),
+    )
     batch, heads, query_length, head_dim = query.shape
-    rows_bhq = (batch, heads, query_length)
-    value_dim = value.shape[3]
-    out = query.new_empty((*rows_bhq, value_dim))
-    stats = {
-        name: query.new_empty(rows_bhq, dtype=torch.int64 if name == "argmax" else torch.float32)
-        for name in problem.stats
-    }
-    bias = problem.bias
+    _, kv_heads, key_length, value_dim = value.shape
+    out = query.new_empty((batch, heads, query_length, value_dim))
+    stats = _empty_statistics(problem, (batch, heads, query_length)) if problem.stats else {}
+    pooled = None
+    if problem.bins and not extension.decodes(heads, kv_heads, query_length):
+        cells = min(problem.bins, query_length), min(problem.bins, key_length)
+        pooled = stats["map"] = query.new_empty((batch, heads, *cells), dtype=torch.float32)
     # Held until the kernel returns, which only sees addresses.
     sinks = _per_head(problem.sinks)
-    slopes = _per_head(bias.slopes) if isinstance(bias, ALiBi) else None
-    bias = bias.resolve_neg() if isinstance(bias, Tensor) else None
+    slopes = _per_head(problem.bias.slopes) if isinstance(problem.bias, ALiBi) else None
+    bias = _written_out(problem.bias) if isinstance(problem.bias, Tensor) else None
     try:
         extension.forward(
-            dtype=_dtype(query.dtype),
-            sizes=(batch, heads, key.shape[1], query_length, key.shape[2], head_dim, value_dim),
-            query=(query.data_ptr(), *query.stride()),
-            key=(key.data_ptr(), *key.stride()),
-            value=(value.data_ptr(), *value.stride()),
-            out=(out.data_ptr(), *out.stride()),
-            scale=problem.scale,
-            softcap=problem.softcap or 0.0,
-            sinks=_address(sinks),
-            slopes=_address(slopes),
-            bias=_broadcast(bias),
-            bias_dtype=_dtype(torch.float32 if bias is None else bias.dtype),
-            mask=_mask(problem.parts, batch, heads),
-            statistics=tuple([_address(stats.get(name)) for name in _STATISTICS]),
-            map=getattr(problem, "_map", (0, 0, 0)),
-            threads=torch.get_num_threads(),
-        )
+            _dtype(query.dtype),
+            (batch, heads, kv_heads, query_length, key_length, head_dim, value_dim),
+            query.data_ptr(), query.stride(),
+            key.data_ptr(), key.stride(),
+            value.data_ptr(), value.stride(),
+            out.data_ptr(), out.stride(),
+            problem.scale,
+            problem.softcap or 0.0,
+            _address(sinks),
+            _address(slopes),
+            _broadcast(bias),
+            _dtype(query.dtype if bias is None else bias.dtype),
+            _mask(problem.parts, batch, heads),
+            tuple([_address(stats.get(name)) for name in _STATISTICS]) if stats else _NO_STATISTICS,
+            _NO_MAP if pooled is None else (*pooled.shape[2:], pooled.data_ptr()),
+            torch.get_num_threads(),
+        )  # fmt: skip
     except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
         raise BackendError(f"{error}.") from None
     return out, stats
@@ -172,6 +178,19 @@ def _dtype(dtype: torch.dtype) -> object:
     return getattr(_extension().Dtype, str(dtype).removeprefix("torch."))
 
 
+def _empty_statistics(problem: Problem, rows_bhq: tuple[int, int, int]) -> dict[str, Tensor]:
+    query = problem.query
+    return {
+        name: query.new_empty(rows_bhq, dtype=torch.int64 if name == "argmax" else torch.float32)
+        for name in problem.stats
+    }
+
+
+def _written_out(tensor: Tensor) -> Tensor:
+    """A lazily negated view's memory holds the other sign."""
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -189,35 +208,15 @@ def _broadcast(tensor: Tensor | None) -> tuple[int, ...] | None:
 
 
 def _mask(parts: MaskParts, batch: int, heads: int) -> object:
-    numbers = (
-        parts.start,
-        parts.first,
-        parts.left,
-        parts.right,
-        parts.keep_first,
-        parts.prefix,
-    )
-    tensors = (
-        parts.key_lengths,
-        parts.query_lengths,
-        parts.key_visible,
-        parts.query_ids,
-        parts.key_ids,
-        parts.query_positions,
-        parts.key_positions,
-        parts.ranges,
-        parts.dense,
-    )
-    if not any(isinstance(part, Tensor) for part in (*numbers, *tensors)):
-        return _closed_mask(*numbers)
-    start, first, left, right, keep_first, prefix = numbers
+    if parts.closed_form is not None:
+        return _closed_mask(*parts.closed_form)
     return _extension().Mask(
-        start=_number(start, batch),
-        first=_number(first, batch),
-        left=None if left is None else _number(left, heads),
-        right=None if right is None else _number(right, heads),
-        keep_first=_number(keep_first, heads),
-        prefix=_number(prefix, batch),
+        start=_number(parts.start, batch),
+        first=_number(parts.first, batch),
+        left=None if parts.left is None else _number(parts.left, heads),
+        right=None if parts.right is None else _number(parts.right, heads),
+        keep_first=_number(parts.keep_first, heads),
+        prefix=_number(parts.prefix, batch),
         key_lengths=_address(parts.key_lengths),
         query_lengths=_address(parts.query_lengths),
         key_visible=_rows(parts.key_visible),
