@@ -14,108 +14,11 @@ import torch
 
 import checks
 import multihead as mh
-from cases import CASES, Case
+from cases import CASES, EDGES, Case
 from multihead.ops.backends import native
 from requires import require
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-# Lengths and widths around a vector (4, 8, 16 lanes), a tile (8, 24, 32 rows) and a key block (64).
-EDGES = [
-    Case("one row", query_length=1, key_length=67, head_dim=16, value_dim=3, mask=mh.Causal()),
-    Case("below a tile", query_length=23, key_length=63, head_dim=15, value_dim=17),
-    Case("a tile", query_length=32, key_length=64, head_dim=8, value_dim=16, mask=mh.Causal()),
-    Case("above a tile", query_length=33, key_length=65, head_dim=7, value_dim=8, softcap=1.3),
-    Case("two blocks", query_length=47, key_length=127, head_dim=3, value_dim=9, mask=mh.Causal()),
-    Case("three blocks", query_length=67, key_length=131, head_dim=17, value_dim=33, sinks=True),
-    Case(
-        "chunks",
-        batch=1,
-        heads=6,
-        kv_heads=2,
-        query_length=2,
-        key_length=2300,
-        head_dim=24,
-        value_dim=40,
-        softcap=3.0,
-        sinks=1.0,
-        mask=mh.Causal() & mh.Window(1500, None, 3),
-    ),
-    Case(
-        "chunks of ragged rows",
-        heads=16,
-        kv_heads=4,
-        query_length=1,
-        key_length=2050,
-        bias=(1, 16, 1, 2050),
-        mask=mh.KeyLengths(torch.tensor([2049, 700])) & mh.Causal(),
-    ),
-    Case(
-        "a chunk that is hidden",
-        heads=2,
-        kv_heads=1,
-        query_length=3,
-        key_length=2100,
-        bias="alibi",
-        mask=mh.Window(40, None, keep_first=1),
-    ),
-    Case(
-        "side by side",
-        heads=6,
-        kv_heads=2,
-        query_length=13,
-        key_length=150,
-        bias="alibi",
-        sinks=1.0,
-        mask=mh.Window(torch.tensor([3, 9, 70, 0, 20, 149]), 0),
-    ),
-    Case(
-        "side by side with dense",
-        heads=4,
-        kv_heads=2,
-        query_length=11,
-        key_length=140,
-        bias=(2, 4, 11, 140),
-        mask=mh.Dense(torch.rand((2, 4, 1, 140), generator=torch.Generator().manual_seed(2)) < 0.6),
-    ),
-    Case("wide", query_length=37, key_length=71, head_dim=80, value_dim=80, mask=mh.Causal()),
-    Case("wider", query_length=35, key_length=73, head_dim=192, value_dim=128, mask=mh.Causal()),
-    Case("widest", query_length=5, key_length=69, head_dim=576, value_dim=512, mask=mh.Causal()),
-    Case(
-        "window over blocks",
-        heads=4,
-        kv_heads=2,
-        query_length=211,
-        key_length=223,
-        head_dim=11,
-        value_dim=13,
-        bias="alibi",
-        mask=mh.Window(70, 3, keep_first=66),
-    ),
-    Case(
-        "bias over blocks",
-        query_length=70,
-        key_length=139,
-        bias="hiding",
-        layout="every second element",
-        mask=mh.Causal(),
-    ),
-    Case(
-        "documents over blocks",
-        query_length=199,
-        key_length=199,
-        mask=mh.Documents(torch.arange(199).repeat(2, 1) // torch.tensor([[50], [67]]))
-        & mh.Causal(),
-    ),
-    Case(
-        "dense over blocks",
-        query_length=41,
-        key_length=193,
-        mask=mh.Dense(
-            torch.rand((2, 1, 41, 193), generator=torch.Generator().manual_seed(1)) < 0.3
-        ),
-    ),
-]
 
 
 def _expected_sets() -> list[str]:
