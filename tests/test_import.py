@@ -33,6 +33,24 @@ def test_no_thread_is_started() -> None:
     assert run(code) == "0"
 
 
+def test_attention_does_not_load_sympy() -> None:
+    """Which some of torch's functions of shapes do, for a quarter of a second and 40 MiB."""
+    code = """
+        import sys
+        import torch
+        import multihead as mh
+
+        query, ids = torch.randn(2, 1, 5, 3), torch.arange(5)
+        for mask in (None, mh.Window(2, 1), mh.Documents(ids, ids) & mh.Documents(ids[None], ids)):
+            result = mh.attention_with_stats(query, query, query, mask=mask, stats=("lse",))
+            result.weights([0], slice(None))
+            mh.attention_map(query, query, result.lse, mask=mask)
+        mh.attention(query, query, query, bias=torch.zeros(1, 5), backend="chunked")
+        print("sympy" in sys.modules)
+    """
+    assert run(code) == "False"
+
+
 def test_attention_works_without_the_extension() -> None:
     code = """
         import sys

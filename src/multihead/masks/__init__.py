@@ -1,6 +1,6 @@
 """Who may see whom: masks, their lowering, counting and picture."""
 
-from .parts import MaskParts
+from .parts import MaskParts, common_size
 from .rules import (
     Causal,
     Dense,
@@ -31,5 +31,6 @@ __all__ = [
     "QueryStart",
     "SlidingWindow",
     "Window",
+    "common_size",
     "four_dims",
 ]

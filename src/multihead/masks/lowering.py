@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, MaskError
-from .parts import MaskParts
+from .parts import MaskParts, common_size
 
 _Integer = int | Tensor
 _Lefts = Sequence[tuple[_Integer, int]]
@@ -411,7 +411,7 @@ def _last_to_last(query_ids: Tensor, key_ids: Tensor) -> Tensor:
 
     A query beyond its document's keys stands before column 0.
     """
-    (batch,) = torch.broadcast_shapes(query_ids.shape[:1], key_ids.shape[:1])
+    batch = common_size(query_ids.shape[0], key_ids.shape[0])
     query_ids = query_ids.expand(batch, -1).contiguous()
     key_ids = key_ids.expand(batch, -1).contiguous()
     sorted_queries, query_order = torch.sort(query_ids, dim=-1, stable=True)
@@ -428,7 +428,7 @@ def _last_to_last(query_ids: Tensor, key_ids: Tensor) -> Tensor:
 
 def _joint_ids(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Ids that are equal exactly where both pairs of ids are; negative where either is."""
-    (batch,) = torch.broadcast_shapes(*(ids.shape[:1] for ids in (*one, *other)))
+    batch = common_size(*(ids.shape[0] for ids in (*one, *other)))
     both = [
         torch.stack((a.expand(batch, -1), b.expand(batch, -1)), dim=-1)
         for a, b in zip(one, other, strict=True)

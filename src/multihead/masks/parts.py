@@ -205,7 +205,7 @@ class MaskParts:
                 total += int((end_bhq - begin_bhq).sum())
                 continue
             before_bk = torch.nn.functional.pad(self.key_visible.long().cumsum(-1), (1, 0))
-            (batch,) = torch.broadcast_shapes(before_bk.shape[:1], end_bhq.shape[:1])
+            batch = common_size(before_bk.shape[0], end_bhq.shape[0])
             before = before_bk[:, None, :].expand(batch, end_bhq.shape[1], -1)
             total += int(before.gather(-1, end_bhq.expand(batch, -1, -1)).sum())
             total -= int(before.gather(-1, begin_bhq.expand(batch, end_bhq.shape[1], -1)).sum())
@@ -228,6 +228,14 @@ class MaskParts:
             prefix = torch.as_tensor(_shaped(self.prefix, -1, 1, 1, 1), device=self.device)
             visible = visible & (near | ((position_k < prefix) & (prefix > 0)))
         return visible
+
+
+def common_size(*sizes: int) -> int:
+    """What axes of these sizes, which are equal or 1, broadcast to.
+
+    torch.broadcast_shapes would load sympy: a quarter of a second and 40 MiB.
+    """
+    return next((size for size in sizes if size != 1), 1)
 
 
 def _shaped(value: int | Tensor, *shape: int) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..masks import MaskParts
+from ..masks import MaskParts, common_size
 
 
 def visible_at(parts: MaskParts, rows_q: Tensor, columns_bqk: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def visible_at(parts: MaskParts, rows_q: Tensor, columns_bqk: Tensor) -> Tensor:
 
 def keys_at(values_bk: Tensor, columns_bqk: Tensor) -> Tensor:
     """`values[b, columns[b, i, j]]` of a tensor [B|1, Lk]: [B|1, q|1, k]."""
-    (batch,) = torch.broadcast_shapes(values_bk.shape[:1], columns_bqk.shape[:1])
+    batch = common_size(values_bk.shape[0], columns_bqk.shape[0])
     columns_bqk = columns_bqk.expand(batch, -1, -1)
     found = values_bk.expand(batch, -1).gather(-1, columns_bqk.flatten(1))
     return found.view(columns_bqk.shape)

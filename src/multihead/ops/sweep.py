@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..masks import common_size
 from .problem import ALiBi, Logits
 from .scores import bias_rectangle, distances, full_precision
 
@@ -142,10 +143,11 @@ def row_blocks(begin: int, stop: int) -> Iterator[slice]:
 def mask_shape(call: Logits) -> tuple[int, int]:
     """How many samples and heads the mask (a bias' -inf included) tells apart: (B|1, H|1)."""
     corner = slice(0, min(1, call.query_length)), slice(0, min(1, call.key_length))
-    shape = call.parts.visible(*corner).shape[:2]
+    batch, heads = call.parts.visible(*corner).shape[:2]
     if isinstance(call.bias, Tensor):
-        shape = torch.broadcast_shapes(shape, call.bias.shape[:2])
-    return shape[0], shape[1]
+        batch = common_size(batch, call.bias.shape[0])
+        heads = common_size(heads, call.bias.shape[1])
+    return batch, heads
 
 
 def finite_where_empty(lse: Tensor) -> Tensor:
