@@ -2,14 +2,17 @@
 
 Each test is one fresh process, in which a peak is nobody else's; within it, every call must leave
 the peak where the inputs alone had put it, but for `MOST`. One thread, so that a busy machine is as
-fast as its work.
+fast as its work. The kernel is held to 32 MiB beyond inputs and outputs by `memory_pairs.py`.
 """
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+import torch
 
+import memory_pairs
 from multihead.bench.fresh import Usage, run_fresh
 from requires import require
 
@@ -137,6 +140,41 @@ def test_pieces_of_the_matrix() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_many_lengths_leave_nothing_behind() -> None:
     run(LENGTHS)
+
+
+PAIRS = str(Path(memory_pairs.__file__))
+linux = pytest.mark.skipif(sys.platform != "linux", reason="resets the peak by /proc")
+
+
+@linux
+@pytest.mark.slow
+def test_pairs_of_features() -> None:
+    require("native")
+    run_fresh([PAIRS, "8192"], threads=2)
+
+
+@linux
+@pytest.mark.proof
+def test_pairs_of_features_of_a_long_call() -> None:
+    require("native")
+    run_fresh([PAIRS, "32768"], threads=2)
+
+
+@linux
+@pytest.mark.proof
+def test_each_feature_of_a_long_call_without_a_window() -> None:
+    require("native")
+    run_fresh([PAIRS, "32768", "--alone"], threads=2)
+
+
+@linux
+def test_what_a_call_takes_is_told_from_what_it_returns() -> None:
+    def take_32_and_return_16_mib() -> list[torch.Tensor]:
+        return [torch.ones(8 * MIB)[: 4 * MIB] * 2]
+
+    take_32_and_return_16_mib()  # loads the code, which is memory too
+    taken = memory_pairs.bytes_beyond(take_32_and_return_16_mib)
+    assert 30 * MIB < taken < 34 * MIB
 
 
 def test_the_whole_table_would_not_pass() -> None:
