@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -198,13 +196,3 @@ def test_peaks_are_measured() -> None:
     assert fma > 1
     for kind, name in (("dpbf16", "avx512_bf16"), ("amx", "avx512_amx")):
         assert (native.peak(kind, 1) is None) == (name not in native.instruction_sets())
-
-
-def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
-    """Otherwise torch.set_num_threads would not reach the kernels' threads."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("/proc/self/maps is needed")
-    mh.attention(*tensors(), backend="native")
-    mapped = {line.split()[-1] for line in maps.read_text().splitlines()}
-    assert len({path for path in mapped if "libgomp" in path}) == 1
