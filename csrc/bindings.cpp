@@ -145,4 +145,6 @@ NB_MODULE(_native, m) {
   m.def("instruction_set_for", instruction_set_for, "dtype"_a);
   m.def("peak", peak, "kind"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
   m.attr("BUILD") = MULTIHEAD_BUILD;
+  m.attr("SETS") = MULTIHEAD_SETS;
+  m.attr("SETS_LEFT_OUT") = MULTIHEAD_SETS_LEFT_OUT;
 }

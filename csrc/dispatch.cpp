@@ -61,17 +61,25 @@ bool may_use_tiles() {
   return false;
 #endif
 }
-bool runs_avx512_amx() { return runs_avx512_bf16() && has_amx() && may_use_tiles(); }
+[[maybe_unused]] bool runs_avx512_amx() {
+  return runs_avx512_bf16() && has_amx() && may_use_tiles();
+}
 #else
 bool has_amx() { return false; }
 #endif
 
 const Entry entries[] = {
     {"baseline", &unit_baseline, &unit_baseline_narrow, always},
-#if defined(__x86_64__)
+#ifdef MULTIHEAD_HAS_AVX2
     {"avx2", &unit_avx2, &unit_avx2_narrow, runs_avx2},
+#endif
+#ifdef MULTIHEAD_HAS_AVX512
     {"avx512", &unit_avx512, &unit_avx512_narrow, runs_avx512},
+#endif
+#ifdef MULTIHEAD_HAS_AVX512_BF16
     {"avx512_bf16", &unit_avx512_bf16, &unit_avx512_bf16_narrow, runs_avx512_bf16},
+#endif
+#ifdef MULTIHEAD_HAS_AVX512_AMX
     {"avx512_amx", &unit_avx512_amx, &unit_avx512_amx_narrow, runs_avx512_amx},
 #endif
 };

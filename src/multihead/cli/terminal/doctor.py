@@ -59,6 +59,11 @@ def _print_native(console: Console, native: Mapping[str, Any]) -> None:
         _answer(console, False, "native", native["problem"])
     else:
         _answer(console, True, "native", f"built with {native['build']}")
+    if native["built_sets"]:
+        _detail(console, f"instruction sets: {', '.join(native['built_sets'])}")
+    if native["sets_left_out"]:
+        left_out = ", ".join(native["sets_left_out"])
+        _detail(console, f"left out: {left_out}, unknown to the compiler (GCC 11 knows all)")
     if native["instruction_sets"]:
         _detail(console, f"can run here: {', '.join(native['instruction_sets'])}")
     if native["chosen"]:

@@ -157,6 +157,16 @@ def use_decoder(on: bool) -> None:
     _extension().use_decoder(on)
 
 
+def built_sets() -> tuple[list[str], list[str]]:
+    """The sets in this build, and those left out, which the compiler did not know; [] each if
+    the extension is not built.
+    """
+    if _native is None:
+        return [], []
+    held, left_out = str(_native.SETS), str(_native.SETS_LEFT_OUT)
+    return held.split(","), left_out.split(",") if left_out else []
+
+
 def peak(kind: str, threads: int) -> float | None:
     """Measure the processor's limit in GF/s: "fma" in float32, "dpbf16" or "amx" in bfloat16.
 
