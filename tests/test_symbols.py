@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from requires import require
+from builds import small_build
+from requires import require, tool
 
 GUARD = Path(__file__).parent.parent / "csrc" / "no_weak_symbols.cmake"
 
 
 def _nm(*arguments: str) -> list[str]:
-    if shutil.which("nm") is None:
-        pytest.skip("nm is not installed")
+    require("compiler")
     command = ["nm", "--defined-only", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
@@ -47,13 +46,22 @@ def test_the_extension_exports_no_function_of_its_own_but_the_entry_point() -> N
 def test_the_guard_of_the_build_refuses_weak_symbols(
     tmp_path: Path, source: str, passes: bool
 ) -> None:
-    compiler, cmake = shutil.which("c++"), shutil.which("cmake")
-    if compiler is None or cmake is None:
-        pytest.skip("a C++ compiler and cmake are needed")
+    require("compiler")
     (tmp_path / "unit.cpp").write_text(source)
-    compile_unit = [compiler, "-O0", "-c", "unit.cpp", "-o", "unit.o"]
+    compile_unit = ["c++", "-O0", "-c", "unit.cpp", "-o", "unit.o"]
     subprocess.run(compile_unit, cwd=tmp_path, check=True)
-    guard = [cmake, "-D", "NM=nm", "-D", "OBJECT=unit.o", "-P", str(GUARD)]
+    guard = [str(tool("cmake")), "-D", "NM=nm", "-D", "OBJECT=unit.o", "-P", str(GUARD)]
     result = subprocess.run(guard, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (result.returncode == 0) is passes, result.stderr
     assert passes or "weak symbols" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_guard_has_seen_every_object_of_the_build() -> None:
+    """Each instruction set's two units; the stamps are made by the guard and precede the link."""
+    build = small_build()
+    objects = {path.parents[2].name for path in build.folder.rglob("csrc/isa/unit.cpp.o")}
+    units = {f"unit_{name}{form}" for name in ("baseline", "avx2") for form in ("", "_narrow")}
+    assert objects == {f"{unit}.dir" for unit in units}
+    stamps = build.folder.glob("*.has_no_weak_symbols")
+    assert {stamp.stem for stamp in stamps} == units
