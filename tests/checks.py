@@ -24,30 +24,32 @@ def run(case: Case, dtype: torch.dtype, backend: str) -> mh.AttentionResult:
 def check_forward(case: Case, dtype: torch.dtype, backend: str) -> None:
     """Output and every statistic against the definition in float64."""
     actual = run(case, dtype, backend)
-    expected = run(case, torch.float64, "reference")
-    baseline = _plain(case, dtype, expected)
     assert actual.out.dtype == dtype
+    single = torch.float32 if dtype == torch.float64 else dtype
+    compare(actual, run(case, torch.float64, "reference"), run(case, single, "reference"))
+
+
+def compare(
+    actual: mh.AttentionResult, expected: mh.AttentionResult, plain: mh.AttentionResult
+) -> None:
+    """Hold a result with every statistic to the one of the definition in float64.
+
+    `plain` is what plain torch operations give in the dtype of `actual`, or in float32 where that
+    is float64: see float64_baseline.
+    """
+    baseline = plain
+    if actual.out.dtype == torch.float64:
+        stats = {n: float64_baseline(expected.stats[n], plain.stats[n]) for n in mh.STATISTICS}
+        baseline = replace(plain, out=float64_baseline(expected.out, plain.out), stats=stats)
     assert_close(actual.out, expected.out, baseline.out, what="out")
     for name in mh.STATISTICS:
         if name != "argmax":
             assert_close(actual.stats[name], expected.stats[name], baseline.stats[name], what=name)
-    _check_argmax(case, actual, expected, baseline)
-
-
-def _plain(case: Case, dtype: torch.dtype, expected: mh.AttentionResult) -> mh.AttentionResult:
-    """What plain torch operations give in `dtype`; see float64_baseline for float64."""
-    if dtype != torch.float64:
-        return run(case, dtype, "reference")
-    single = run(case, torch.float32, "reference")
-    stats = {n: float64_baseline(expected.stats[n], single.stats[n]) for n in mh.STATISTICS}
-    return replace(single, out=float64_baseline(expected.out, single.out), stats=stats)
+    _check_argmax(actual, expected, baseline)
 
 
 def _check_argmax(
-    case: Case,
-    actual: mh.AttentionResult,
-    expected: mh.AttentionResult,
-    baseline: mh.AttentionResult,
+    actual: mh.AttentionResult, expected: mh.AttentionResult, baseline: mh.AttentionResult
 ) -> None:
     """The same column, unless its weight is within the error of the largest one."""
     assert torch.equal(actual.argmax == -1, expected.argmax == -1)

@@ -1,0 +1,98 @@
+"""Calls with tensors at hand, over every backend that serves them, held to the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import multihead as mh
+from checks import compare
+from close import assert_close, float64_baseline
+from multihead.ops import dispatch
+
+BACKENDS = [backend.NAME for backend in dispatch.BACKENDS]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+DIFFERENTIABLE = ("lse", "entropy", "max_logit")
+Options = dict[str, object]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """N(0, 1), the same values in every dtype."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(torch.bfloat16).to(dtype)
+
+
+def draw_qkv(
+    query: tuple[int, ...], key: tuple[int, ...], value_dim: int | None = None, *,
+    seed: int = 0, dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """query, key and value of these shapes."""
+    value = (*key[:3], key[3] if value_dim is None else value_dim)
+    shapes = query, key, value
+    q, k, v = (draw(*shape, seed=3 * seed + i, dtype=dtype) for i, shape in enumerate(shapes))
+    return q, k, v
+
+
+def require_serving(backend: str, dtype: torch.dtype) -> None:
+    """Skip the calling test where `backend` does not compute `dtype` on this machine."""
+    found = mh.explain(*draw_qkv((1, 1, 1, 1), (1, 1, 1, 1), dtype=dtype)).reasons[backend]
+    if found:
+        pytest.skip(f"{backend}: {found[0]}")
+
+
+def exact(tensors: tuple[Tensor, ...], options: Options) -> mh.AttentionResult:
+    """The definition in float64, with every statistic."""
+    query, key, value = (x.double() for x in tensors)
+    return mh.attention_with_stats(
+        query, key, value, stats=mh.STATISTICS, backend="reference", **options
+    )
+
+
+def plain(tensors: tuple[Tensor, ...], options: Options) -> mh.AttentionResult:
+    """Plain torch operations in the tensors' dtype, float32 for float64: see `compare`."""
+    single = (x.float() if x.dtype == torch.float64 else x for x in tensors)
+    return mh.attention_with_stats(*single, stats=mh.STATISTICS, backend="reference", **options)
+
+
+def assert_call(tensors: tuple[Tensor, ...], backend: str, **options: object) -> mh.AttentionResult:
+    """Output and every statistic of the call against the definition; returns them."""
+    actual = mh.attention_with_stats(*tensors, stats=mh.STATISTICS, backend=backend, **options)
+    assert actual.out.dtype == tensors[0].dtype
+    compare(actual, exact(tensors, options), plain(tensors, options))
+    return actual
+
+
+def grads(
+    tensors: tuple[Tensor, ...], backend: str, dtype: torch.dtype,
+    weight: Tensor, stats: tuple[str, ...], options: Options,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Gradients of query, key and value; `weight` weighs the output and, by row, `stats`."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    result = mh.attention_with_stats(*leaves, stats=DIFFERENTIABLE, backend=backend, **options)
+    loss = (result.out.double() * weight).sum()
+    for name in stats:
+        row = result.stats[name].double()
+        loss = loss + (row.masked_fill(row.isinf(), 0) * weight[..., 0]).sum()
+    yield from torch.autograd.grad(loss, leaves)
+
+
+def assert_gradients(
+    tensors: tuple[Tensor, ...], backend: str = "auto", *,
+    weight: Tensor | None = None, stats: tuple[str, ...] = DIFFERENTIABLE, **options: object,
+) -> None:  # fmt: skip
+    """Gradients of query, key and value against autograd through the definition in float64."""
+    query, _, value = tensors
+    dtype = query.dtype
+    if weight is None:
+        weight = draw(*query.shape[:3], value.shape[3], seed=97, dtype=torch.float64)
+    single = torch.float32 if dtype == torch.float64 else dtype
+    found = grads(tensors, backend, dtype, weight, stats, options)
+    wanted = grads(tensors, "reference", torch.float64, weight, stats, options)
+    base = grads(tensors, "reference", single, weight, stats, options)
+    for name, got, want, near in zip(("query", "key", "value"), found, wanted, base, strict=True):
+        assert got.dtype == dtype
+        near = float64_baseline(want, near) if dtype == torch.float64 else near
+        assert_close(got, want, near, factor=3.0, what=f"gradient of {name}")
