@@ -136,21 +136,6 @@ def test_hidden_nan_reaches_no_gradient() -> None:
         assert torch.equal(grad, want)
 
 
-@pytest.mark.parametrize("length", [129, 257, 640])
-def test_first_tiles_all_hidden(backend: str, length: int) -> None:
-    """A running maximum that is still -inf when the first visible tile arrives."""
-    query, key, value = draw(length, heads=1, width=4)
-    band = mh.SlidingWindow(10)
-    visible = band.to_dense(length, length)[0, 0]
-    expected = mh.attention(
-        *(x.double() for x in (query, key, value)), mask=band, backend="reference"
-    )
-    hiding = torch.zeros(length, length).masked_fill(~visible, -torch.inf)
-    for options in ({"mask": band}, {"mask": visible}, {"bias": hiding}):
-        out = mh.attention(query, key, value, backend=backend, **options)
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-6)
-
-
 def test_entropy_of_known_rows(backend: str) -> None:
     zeros, value = torch.zeros(1, 4, 4, 8), torch.randn(1, 2, 4, 8)
     result = mh.attention_with_stats(
