@@ -131,35 +131,6 @@ def test_more_heads_than_a_grid_dimension() -> None:
     assert torch.equal(out[-1:], alone) or torch.allclose(out[-1:], alone, rtol=0, atol=1e-6)
 
 
-def test_masks_of_a_batch_as_large_as_the_heads() -> None:
-    """B = H = 3: a per-sample mask stays per sample, in any accepted spelling."""
-    draw = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(3, 3, 4, 5, generator=draw) for _ in range(3))
-    visible = torch.rand(3, 4, 4, generator=draw) < 0.5
-    batched = mh.attention(query, key, value, mask=visible[:, None])
-    for sample in range(3):
-        one = slice(sample, sample + 1)
-        alone = mh.attention(query[one], key[one], value[one], mask=visible[sample])
-        torch.testing.assert_close(batched[one], alone, rtol=0, atol=1e-6)
-
-
-def test_meaning_of_mask_dtypes() -> None:
-    """Bool hides, float adds, and neither is guessed from values."""
-    draw = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(1, 1, 3, 4, generator=draw) for _ in range(3))
-    eye = torch.eye(3)
-    assert torch.allclose(mh.attention(query, key, value, mask=eye.bool()), value, atol=1e-6)
-    hiding = torch.where(eye.bool(), 0.0, -torch.inf)
-    assert torch.allclose(mh.attention(query, key, value, bias=hiding), value, atol=1e-6)
-    added = mh.attention(query, key, value, bias=eye)
-    expected = ((query @ key.mT) / 2 + eye).softmax(-1) @ value
-    assert torch.allclose(added, expected, atol=1e-6)
-    least = torch.where(eye.bool(), 0.0, torch.finfo(torch.float32).min)
-    half = mh.attention(query.half(), key.half(), value.half(), bias=least)
-    assert bool(half.isfinite().all())
-    assert torch.allclose(half.float(), value, atol=1e-2)
-
-
 def test_half_precision_does_not_overflow() -> None:
     query = torch.full((1, 1, 4, 64), 256.0, dtype=torch.float16)
     key = query.clone()
