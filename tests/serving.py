@@ -102,13 +102,14 @@ def grads(
     tensors: tuple[Tensor, ...], backend: str, dtype: torch.dtype,
     weight: Tensor, stats: tuple[str, ...], options: Options,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Gradients of query, key and value; `weight` weighs the output and, by row, `stats`."""
+    """Gradients of query, key and value; `weight` weighs the output, a draw each row of `stats`."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
     result = mh.attention_with_stats(*leaves, stats=DIFFERENTIABLE, backend=backend, **options)
     loss = (result.out.double() * weight).sum()
+    per_row = draw(*weight.shape[:3], seed=98, dtype=torch.float64)
     for name in stats:
         row = result.stats[name].double()
-        loss = loss + (row.masked_fill(row.isinf(), 0) * weight[..., 0]).sum()
+        loss = loss + (row.masked_fill(row.isinf(), 0) * per_row).sum()
     yield from torch.autograd.grad(loss, leaves)
 
 
