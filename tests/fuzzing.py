@@ -23,7 +23,8 @@ from close import assert_close
 from test_native import assert_same_bits
 from test_weights import BINS, pooled
 
-LENGTHS = [0, 1, 1, 2, 5, 13, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
+LENGTHS = [0, 1, 1, 2, 5, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65]
+LENGTHS += [127, 128, 129, 255, 256, 257]
 WIDTHS = [1, 2, 3, 15, 16, 17, 32, 33, 64, 65, 130]
 DTYPES = [torch.float32, torch.bfloat16] * 2 + [torch.float16, torch.float64]
 F64, ALL, STATS = torch.float64, mh.Window(None, None), ("lse", "entropy", "max_logit")
@@ -231,12 +232,13 @@ def check_derived(seed: int) -> None:
 
 
 def failures(seeds: range) -> list[str]:
-    """What fails of the calls of these numbers: one in five is long."""
+    """What fails of the calls of these numbers: one in eight is long, half are differentiated."""
     found = []
     for seed in seeds:
         try:
-            check_call(seed, longest=257 if seed % 5 == 0 else 65)
-            check_derived(seed)
+            check_call(seed, longest=257 if seed % 8 == 0 else 65)
+            if seed % 2 == 0:
+                check_derived(seed)
         except Exception:
             found.append(f"seed {seed}\n{traceback.format_exc(limit=-3)}")
     return found
