@@ -99,10 +99,11 @@ template <class Product>
 INLINE void score_block(const typename Product::Element* keys, ptrdiff_t key_stride,
                         const typename Product::Element* query, ptrdiff_t steps, int count,
                         float* scores) {
-  ptrdiff_t part = steps < kChain ? steps : kChain;
+  constexpr ptrdiff_t kMost = kChain / Product::terms;
+  ptrdiff_t part = steps < kMost ? steps : kMost;
   score_part<Product, false>(keys, key_stride, query, part, count, scores);
   for (ptrdiff_t done = part; done < steps; done += part) {
-    part = steps - done < kChain ? steps - done : kChain;
+    part = steps - done < kMost ? steps - done : kMost;
     score_part<Product, true>(keys + done, key_stride, query + done * kTile, part, count, scores);
   }
 }
