@@ -36,12 +36,12 @@ constexpr float kNoMaximum = -0x1.fffffep127f;
 constexpr float kLowestScore = -0x1.fffffcp127f;
 constexpr float kHidden = -__builtin_inff();
 
-// 2^(factor x) for factor x <= 0, relative error 2e-9 before rounding. Below 2^-125.5, for -inf too,
-// the result is exactly 0, which is what a hidden key must weigh; NaN stays NaN.
+// 2^(factor x) for factor x <= 0, relative error 2e-9 before rounding. Below 2^-125.5, for -inf
+// too, the result is exactly 0, which is what a hidden key must weigh; NaN stays NaN.
 INLINE Vec exp2(Vec x, Vec factor) {
-  // Where a float's unit is 1, a sum is rounded to an integer: the product is within 2^22, or so low
-  // that its power is 0. Taken from the product again, which a fused multiply-add has not rounded,
-  // the integer leaves the exact rest.
+  // Where a float's unit is 1, a sum is rounded to an integer: the product is within 2^22, or so
+  // low that its power is 0. Taken from the product again, which a fused multiply-add has not
+  // rounded, the integer leaves the exact rest.
   const Vec unit_is_one = set1(0x1.8p23f);
   const Vec n = fma(x, factor, unit_is_one) - unit_is_one;
   const Vec r = fms(x, factor, n);

@@ -76,10 +76,10 @@ INLINE bool reads_in_place(const ForwardArgs& a, const int64_t* strides, int64_t
          (a.tiles_per_item == 1 || strides[2] <= 2 * width);
 }
 
-// Asks for part n of `of` of a block's rows, which go to the second-level cache while an earlier block
-// is multiplied: K and V of several heads come from further away, and the tile that meets them
-// first would wait for each row. Large parts hold up the loads of the product itself: 64 rows at once
-// cost a lone tile 4 %.
+// Asks for part n of `of` of a block's rows, which go to the second-level cache while an earlier
+// block is multiplied: K and V of several heads come from further away, and the tile that meets
+// them first would wait for each row. Large parts hold up the loads of the product itself: 64 rows
+// at once cost a lone tile 4 %.
 INLINE void fetch_rows(const ForwardArgs& a, const Tensor4& x, int64_t width, int64_t b,
                        int64_t kv_head, int64_t begin, int64_t end, int64_t n, int64_t of) {
   constexpr int64_t kFewest = 4;
