@@ -33,6 +33,10 @@ class Mask:
         """Contribute this rule to the lowering of one call."""
         raise NotImplementedError
 
+    def numbers(self) -> tuple[object, ...] | None:
+        """The rule as a value: its class and its integers; None if there is more to it."""
+        return None
+
     def lower(
         self,
         query_length: int,
@@ -90,6 +94,10 @@ class Intersection(Mask):
         for mask in self.masks:
             mask.add_to(lowering)
 
+    def numbers(self) -> tuple[object, ...] | None:
+        each = tuple([mask.numbers() for mask in self.masks])
+        return None if type(self) is not Intersection or None in each else (Intersection, *each)
+
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
@@ -97,6 +105,9 @@ class Causal(Mask):
 
     def add_to(self, lowering: Lowering) -> None:
         lowering.limit_right(0)
+
+    def numbers(self) -> tuple[object, ...] | None:
+        return _numbers(self, Causal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +133,9 @@ class Window(Mask):
         if self.right is not None:
             lowering.limit_right(self.right)
 
+    def numbers(self) -> tuple[object, ...] | None:
+        return _numbers(self, Window, self.left, self.right, self.keep_first)
+
 
 def SlidingWindow(size: int) -> Window:
     """A causal window of `size` keys, the query's own included, as Hugging Face configs count."""
@@ -146,6 +160,9 @@ class PrefixCausal(Mask):
 
     def add_to(self, lowering: Lowering) -> None:
         lowering.limit_right(0, prefix=self.length)
+
+    def numbers(self) -> tuple[object, ...] | None:
+        return _numbers(self, PrefixCausal, self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +272,9 @@ class QueryStart(Mask):
     def add_to(self, lowering: Lowering) -> None:
         lowering.set_start(self.start, "QueryStart")
 
+    def numbers(self) -> tuple[object, ...] | None:
+        return _numbers(self, QueryStart, self.start)
+
 
 @dataclass(frozen=True, eq=False)
 class Positions(Mask):
@@ -295,6 +315,18 @@ def four_dims(tensor: Tensor, name: str) -> Tensor:
     else:
         remedy = f"{tensor.ndim} dimensions have no meaning here."
     raise MaskError(f"{name} must be [Lq, Lk] or [B, H, Lq, Lk]; got {shape}. {remedy}")
+
+
+def _numbers(
+    mask: Mask, rule: type[Mask], *numbers: int | Tensor | None
+) -> tuple[object, ...] | None:
+    """`rule` and `numbers` if these are the mask: a subclass may have more to it."""
+    if type(mask) is not rule:
+        return None
+    for number in numbers:
+        if number is not None and type(number) is not int:
+            return None
+    return rule, *numbers
 
 
 def _flat(mask: Mask) -> tuple[Mask, ...]:

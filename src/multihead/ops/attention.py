@@ -15,7 +15,19 @@ from ..cost.attention import AttentionCost
 from ..errors import ArgumentError
 from ..masks import Mask
 from . import dispatch, library
-from .problem import STATISTICS, ALiBi, Problem, checked_stats, describe
+from .backends import native
+from .forms import form_of, known, remember
+from .problem import (
+    STATISTICS,
+    ALiBi,
+    Problem,
+    autocast,
+    check_dropout,
+    checked_scale,
+    checked_softcap,
+    checked_stats,
+    describe,
+)
 from .sweep import visible_keys
 from .weights import attention_map, attention_weights
 
@@ -68,18 +80,7 @@ def attention(
     is_array = isinstance(query, np.ndarray)
     if is_array:
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    problem = describe(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-    )
-    out, _ = _run(problem, backend)
+    out, _ = _attend(query, key, value, (), mask, bias, scale, softcap, sinks, dropout_p, backend)
     return cast(T, out.numpy() if is_array else out)
 
 
@@ -123,23 +124,14 @@ def attention_with_stats(
     is_array = isinstance(query, np.ndarray)
     if is_array:
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    problem = describe(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        stats=(*names, "lse"),
-        bins=bins,
+    query, key, value = autocast(query, key, value)
+    kept = names if "lse" in names else ("lse", *names)
+    out, computed = _attend(
+        query, key, value, kept, mask, bias, scale, softcap, sinks, dropout_p, backend, bins
     )
-    out, computed = _run(problem, backend)
     call: dict[str, Any] = {
-        "query": problem.query,
-        "key": problem.key,
+        "query": query,
+        "key": key,
         "lse": computed["lse"],
         "mask": mask,
         "bias": bias,
@@ -271,6 +263,46 @@ class Explanation:
             f"N x N not built   {cost.score_table_bytes:,} bytes",
         ]
         return "\n".join(lines)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stats: tuple[str, ...],
+    mask: Mask | Tensor | None,
+    bias: Tensor | ALiBi | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    backend: str,
+    bins: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Describe the call, choose, run; a call of a known form runs at once."""
+    form = None
+    if bias is None and sinks is None and bins is None:
+        form = form_of(query, key, value, mask, stats, backend)
+        parts = known(form)
+        if parts is not None:
+            check_dropout(dropout_p)
+            scale, softcap = checked_scale(scale, query.shape[3]), checked_softcap(softcap)
+            return native.launch(query, key, value, parts, scale, softcap, stats)
+    problem = describe(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        stats=stats,
+        bins=bins,
+    )
+    remember(form, problem)
+    return _run(problem, backend)
 
 
 def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -75,7 +75,7 @@ def order(name: str) -> tuple[Backend, ...]:
 def reasons(backend: Backend, problem: Problem) -> list[str]:
     """Why `backend` can't serve the call; empty if it can."""
     own = backend.reasons(problem)
-    if backend is not reference and _transformed():
+    if backend is not reference and transformed():
         own = [
             *own,
             "Forward-mode derivatives and torch.func transforms are not implemented yet; "
@@ -84,7 +84,7 @@ def reasons(backend: Backend, problem: Problem) -> list[str]:
     return own
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether forward-mode differentiation or a torch.func transform is under way."""
     if torch.compiler.is_compiling():
         return False

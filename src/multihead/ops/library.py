@@ -11,7 +11,6 @@ A call travels as flat arguments, in the order of `_SCHEMA`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import NoneType
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ _SCHEMA = (
 _RESULTS = ", ".join(f"Tensor {name}" for name in ("out", *STATISTICS))
 _GRADIENTS = ", ".join(f"Tensor grad_{n}" for n in ("query", "key", "value", "bias", "slopes"))
 
-_PLAIN = {Tensor, torch.nn.Parameter, NoneType}  # what holds its numbers at `data_ptr()`
+PLAIN = (Tensor, torch.nn.Parameter)  # types that hold their numbers at `data_ptr()`
 
 _library = torch.library.Library("multihead", "DEF")
 _library.define(f"attend({_SCHEMA}) -> ({_RESULTS})")
@@ -72,14 +71,23 @@ def _computed(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]
         return dispatch.choose(problem, backend).forward(problem)
 
 
-def _needs_operator(problem: Problem) -> bool:
-    """Whether pointers must not be taken: while something traces or intercepts operators, and for
-    meta tensors and subclasses."""
+def intercepted() -> bool:
+    """Whether something traces operators or answers them in their place."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _needs_operator(problem: Problem) -> bool:
+    """Whether pointers must not be taken: of intercepted calls, meta tensors and subclasses."""
+    return (
+        intercepted()
         or problem.query.is_meta
-        or not _PLAIN.issuperset(map(type, problem.differentiated))
+        or any(
+            tensor is not None and type(tensor) not in PLAIN for tensor in problem.differentiated
+        )
     )
 
 

@@ -143,11 +143,11 @@ def describe(
     Raises ArgumentError, DtypeError, DeviceError or MaskError before any work; each names the
     argument, what was expected, what came, and the remedy.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     _check_tensors(query=query, key=key, value=value)
     _check_shapes(query, key, value)
     logits = _checked_logits(query, key, mask, bias, scale, softcap)
-    _check_dropout(dropout_p)
+    check_dropout(dropout_p)
     sinks = None if sinks is None else _checked_per_head(sinks, "sinks", query)
     return Problem(*logits, value, sinks, checked_stats(stats), checked_bins(bins))
 
@@ -162,7 +162,7 @@ def describe_logits(
     softcap: float | None = None,
 ) -> Logits:
     """Check and describe a call that needs no values. Raises as `describe` does."""
-    query, key = _autocast(query, key)
+    query, key = autocast(query, key)
     _check_tensors(query=query, key=key)
     _check_shapes(query, key, None)
     return Logits(*_checked_logits(query, key, mask, bias, scale, softcap))
@@ -181,7 +181,7 @@ def _checked_logits(
     rule = _checked_mask(mask)
     parts = rule.lower(query_length, key.shape[2], batch=batch, heads=heads, device=query.device)
     bias = _checked_bias(bias, query, key)
-    return query, key, parts, bias, _checked_scale(scale, head_dim), _checked_softcap(softcap)
+    return query, key, parts, bias, checked_scale(scale, head_dim), checked_softcap(softcap)
 
 
 def checked_stats(stats: Sequence[str]) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ def checked_stats(stats: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in STATISTICS:
             raise ArgumentError(f"Unknown statistic {name!r}; there are {', '.join(STATISTICS)}.")
-    return tuple(name for name in STATISTICS if name in names)
+    return tuple([name for name in STATISTICS if name in names])
 
 
 def checked_bins(bins: int | None) -> int | None:
@@ -206,7 +206,7 @@ def checked_bins(bins: int | None) -> int | None:
     return bins
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast tensors are cast to its dtype first, float64 aside, as torch does."""
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
@@ -355,13 +355,15 @@ def _checked_per_head(value: Tensor, name: str, query: Tensor) -> Tensor:
     return value
 
 
-def _checked_scale(scale: float | None, head_dim: int) -> float:
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of q.k; raises ArgumentError if it is not finite."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     return _checked_number(scale, "scale", "Leave it out for 1/sqrt(D).")
 
 
-def _checked_softcap(softcap: float | None) -> float | None:
+def checked_softcap(softcap: float | None) -> float | None:
+    """The cap as a float; raises ArgumentError if it is not above 0."""
     if softcap is None:
         return None
     number = _checked_number(softcap, "softcap", "None means no cap.")
@@ -370,7 +372,10 @@ def _checked_softcap(softcap: float | None) -> float | None:
     return number
 
 
-def _check_dropout(dropout_p: float) -> None:
+def check_dropout(dropout_p: float) -> None:
+    """Raises ArgumentError for what is no probability, and BackendError for one above 0."""
+    if type(dropout_p) is float and dropout_p == 0:
+        return
     number = _checked_number(dropout_p, "dropout_p", "0 means no dropout.")
     if not 0 <= number <= 1:
         raise ArgumentError(f"dropout_p must lie between 0 and 1; got {dropout_p}.")

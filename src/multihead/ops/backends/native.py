@@ -66,24 +66,48 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     do not depend on the number of threads or on the batch around a row. Raises BackendError if
     the extension is not built.
     """
-    extension = _extension()
-    query, key, value = (
-        _written_out(problem.query),
-        _written_out(problem.key),
-        _written_out(problem.value),
+    return launch(
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.parts,
+        problem.scale,
+        problem.softcap,
+        problem.stats,
+        problem.bias,
+        problem.sinks,
+        problem.bins,
     )
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: MaskParts,
+    scale: float,
+    softcap: float | None,
+    stats: tuple[str, ...],
+    bias: Tensor | ALiBi | None = None,
+    sinks: Tensor | None = None,
+    bins: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`forward` of a checked call that is not a Problem."""
+    extension = _extension()
+    query, key, value = _written_out(query), _written_out(key), _written_out(value)
     batch, heads, query_length, head_dim = query.shape
     _, kv_heads, key_length, value_dim = value.shape
-    out = query.new_empty((batch, heads, query_length, value_dim))
-    stats = _empty_statistics(problem, (batch, heads, query_length)) if problem.stats else {}
+    # Sizes one by one: as a tuple they take torch half as long again.
+    out = query.new_empty(batch, heads, query_length, value_dim)
+    statistics, addresses = _empty_statistics(stats, query) if stats else ({}, _NO_STATISTICS)
     pooled = None
-    if problem.bins and not extension.decodes(heads, kv_heads, query_length):
-        cells = min(problem.bins, query_length), min(problem.bins, key_length)
-        pooled = stats["map"] = query.new_empty((batch, heads, *cells), dtype=torch.float32)
+    if bins and not extension.decodes(heads, kv_heads, query_length):
+        cells = min(bins, query_length), min(bins, key_length)
+        pooled = statistics["map"] = query.new_empty((batch, heads, *cells), dtype=torch.float32)
     # Held until the kernel returns, which only sees addresses.
-    sinks = _per_head(problem.sinks)
-    slopes = _per_head(problem.bias.slopes) if isinstance(problem.bias, ALiBi) else None
-    bias = _written_out(problem.bias) if isinstance(problem.bias, Tensor) else None
+    sinks = _per_head(sinks)
+    slopes = _per_head(bias.slopes) if isinstance(bias, ALiBi) else None
+    bias = _written_out(bias) if isinstance(bias, Tensor) else None
     try:
         extension.forward(
             _dtype(query.dtype),
@@ -92,20 +116,20 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
             key.data_ptr(), key.stride(),
             value.data_ptr(), value.stride(),
             out.data_ptr(), out.stride(),
-            problem.scale,
-            problem.softcap or 0.0,
+            scale,
+            softcap or 0.0,
             _address(sinks),
             _address(slopes),
             _broadcast(bias),
             _dtype(query.dtype if bias is None else bias.dtype),
-            _mask(problem.parts, batch, heads),
-            tuple([_address(stats.get(name)) for name in _STATISTICS]) if stats else _NO_STATISTICS,
+            _mask(parts, batch, heads),
+            addresses,
             _NO_MAP if pooled is None else (*pooled.shape[2:], pooled.data_ptr()),
             torch.get_num_threads(),
         )  # fmt: skip
     except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
         raise BackendError(f"{error}.") from None
-    return out, stats
+    return out, statistics
 
 
 def is_built() -> bool:
@@ -188,12 +212,18 @@ def _dtype(dtype: torch.dtype) -> object:
     return getattr(_extension().Dtype, str(dtype).removeprefix("torch."))
 
 
-def _empty_statistics(problem: Problem, rows_bhq: tuple[int, int, int]) -> dict[str, Tensor]:
-    query = problem.query
-    return {
-        name: query.new_empty(rows_bhq, dtype=torch.int64 if name == "argmax" else torch.float32)
-        for name in problem.stats
+def _empty_statistics(
+    names: tuple[str, ...], query: Tensor
+) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Tensors [B, H, Lq] to be filled, and their addresses in the extension's order."""
+    batch, heads, length, _ = query.shape
+    empty = {
+        name: query.new_empty(
+            batch, heads, length, dtype=torch.int64 if name == "argmax" else torch.float32
+        )
+        for name in names
     }
+    return empty, tuple([empty[n].data_ptr() if n in empty else 0 for n in _STATISTICS])
 
 
 def _written_out(tensor: Tensor) -> Tensor:
