@@ -1,15 +1,24 @@
-"""What the arithmetic units of this machine can do at most, measured in the same run."""
+"""What the arithmetic units and the memory of this machine can do at most, in the same run."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from multihead.ops.backends import native
 
 # What the products of a set are made of, where that is not the FMA in float32.
 _INSTRUCTIONS = {"avx512_bf16": "dpbf16", "avx512_amx": "AMX"}
+
+_GIB = 2**30
+
+# Buffers together stay below this, also where four times the last-level cache is more.
+MOST_BUFFER_BYTES = 6 * _GIB
 
 
 @dataclass(frozen=True)
@@ -49,3 +58,47 @@ class Limits:
     def to_json(self) -> dict[str, float | None]:
         """GF/s by the limit's name."""
         return {"FMA": self.fma, "dpbf16": self.dpbf16, "AMX": self.amx}
+
+
+def last_level_cache_bytes() -> int | None:
+    """Size of the largest cache of the first processor; None where the system does not tell."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:])
+        if unit is not None and text[:-1].isdecimal():
+            sizes.append(int(text[:-1]) * unit)
+    return max(sizes, default=None)
+
+
+def cold_bytes() -> int:
+    """What to read in turn so that none of it is still in a cache: four times the largest one.
+
+    Capped at `MOST_BUFFER_BYTES`, and the cap where the size of the cache is not known.
+    """
+    cache = last_level_cache_bytes()
+    return MOST_BUFFER_BYTES if cache is None else min(4 * cache, MOST_BUFFER_BYTES)
+
+
+def read_bandwidth(size: int | None = None) -> float:
+    """GB/s of reading memory from end to end on torch's threads; the best of six tries.
+
+    Each try reads a buffer of `size` bytes, at least 1 GiB and no less than is cold, by a product
+    with a vector and by a sum: both do too little with a number to be bound by anything else.
+    """
+    size = max(_GIB, min(cold_bytes(), 2 * _GIB)) if size is None else size
+    columns = 4096
+    buffer = torch.ones(max(1, size // (4 * columns)), columns)
+    vector = torch.ones(columns)
+    best = 0.0
+
+    def multiplied() -> Tensor:
+        return buffer @ vector
+
+    for read in (multiplied, partial(torch.sum, buffer)):
+        read()
+        for _ in range(3):
+            start = time.perf_counter()
+            read()
+            best = max(best, buffer.nbytes / (time.perf_counter() - start) / 1e9)
+    return best

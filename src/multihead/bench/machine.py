@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from multihead.machine import processor_name, usable_processors
+from multihead.ops import explain
 from multihead.ops.backends import native
 
 # A ratio to a peer holds for processors that offer the same to both. The flag is Linux's name for
@@ -27,15 +28,26 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Processor and class, instruction set of our kernels, usable cores, threads, system."""
+    """Processor and class, instruction sets of our kernels, usable cores, threads, system."""
     return {
         "processor": processor_name(),
         "class": processor_class(),
-        "instruction_set": native.instruction_set(torch.bfloat16),
+        "instruction_sets": instruction_sets(),
         "cores": usable_processors(),
         "threads": threads,
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def instruction_sets() -> dict[str, str | None]:
+    """The set that serves each dtype of the native kernels; None where none does."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        one = torch.zeros(1, 1, 1, 1, dtype=dtype)
+        served = explain(one, one, one).backend == native.NAME
+        name = str(dtype).removeprefix("torch.")
+        found[name] = native.instruction_set(dtype) if served else None
+    return found
 
 
 def processor_class() -> str:

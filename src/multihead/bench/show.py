@@ -2,46 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from multihead.bench.limits import Limits
+from multihead.bench.case import Entry
+from multihead.bench.contest import OURS
+from multihead.bench.suites import Suite
+from multihead.bench.suites.overhead import PLAIN
 
-Entry = dict[str, Any]
+_NOT_HERE = "not measurable here"
 
 
-def limits_line(limits: Limits) -> str:
+def title(suite: Suite) -> str:
+    """The suite's name and what it shows."""
+    return f"{suite.name}: {suite.what}"
+
+
+def limits_lines(limits: Mapping[str, Any]) -> Iterator[str]:
     """The machine's limits."""
     parts = [
-        f"{name} {'not measurable here' if peak is None else f'{peak:.0f} GF/s'}"
-        for name, peak in limits.to_json().items()
+        f"{name} {_NOT_HERE if limits[name] is None else f'{limits[name]:.0f} GF/s'}"
+        for name in ("FMA", "dpbf16", "AMX")
     ]
-    return f"limits of this machine: {', '.join(parts)}"
+    if "memory read" in limits:
+        parts.append(f"memory read {limits['memory read']:.1f} GB/s")
+    yield f"  limits of this machine: {', '.join(parts)}"
 
 
-def attention_line(entry: Entry) -> str:
-    """One comparison: both times with quartiles, their ratio, the rate and the errors."""
-    times = "  ".join(f"{name} {_milliseconds(t)}" for name, t in entry["times"].items())
-    if "ratio" not in entry:
-        return (
-            f"{entry['name']:<26} {times}  statistics add {100 * entry['usual_overhead']:.1f} % "
-            f"(three), {100 * entry['all_overhead']:.1f} % (all)"
+def peers_lines(peers: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """The peers that were looked for."""
+    if peers:
+        parts = [f"{name} {peer.get('absent') or peer['version']}" for name, peer in peers.items()]
+        yield f"  peers: {', '.join(parts)}"
+
+
+def lines(entry: Entry) -> Iterator[str]:
+    """One row: ours in the first line, then a line for each of the others."""
+    name = f"  {entry['name']:<32}"
+    if "not_measurable" in entry:
+        yield f"{name} {_NOT_HERE}: {entry['not_measurable']}"
+    elif "peak_rss_bytes" in entry:
+        yield f"{name} {_program(entry)}"
+    elif "grown_bytes" in entry:
+        yield f"  {entry['grown_bytes'] / 2**20:6.1f} MiB  {entry['name']}"
+    elif "overhead" in entry:
+        yield (
+            f"{name} {duration(entry['times'][OURS])}, plain {duration(entry['times'][PLAIN])}  "
+            f"{100 * entry['overhead']:+.1f} %"
         )
-    check = entry["check"]
+    else:
+        yield from _contest(name, entry)
+
+
+def _contest(name: str, entry: Entry) -> Iterator[str]:
+    times, errors = entry["times"], entry["errors"]
+    yield f"{name} {duration(times[OURS])}  {_share(entry)}  error {errors[OURS]:.1e}"
+    for other, ratio in entry["ratios"].items():
+        first = entry["first_call_seconds"].get(other)
+        compiled = "" if first is None else f", first call {first:.1f} s"
+        yield (
+            f"    {other:<30} {duration(times[other])}  {ratio:.2f}x  "
+            f"error {errors[other]:.1e}{compiled}"
+        )
+    if "seconds_over_torch" in entry:
+        yield f"    {_small(entry)}"
+    for other, reason in entry["declined"].items():
+        yield f"    {other:<30} {reason}"
+
+
+def _small(entry: Entry) -> str:
+    python = entry["python_seconds"]
+    share = (
+        _NOT_HERE
+        if python is None
+        else f"{1e6 * python:.1f} us, {100 * python / entry['times'][OURS]['median']:.0f} %"
+    )
+    return f"{1e6 * entry['seconds_over_torch']:+.1f} us against torch; Python's share: {share}"
+
+
+def _share(entry: Entry) -> str:
+    rate = f"{entry['gflops']:.0f} GF/s" if "gflops" in entry else f"{entry['gb_per_s']:.1f} GB/s"
+    return f"{rate}, {100 * entry['limit_share']:.0f} % of {entry['limit']}"
+
+
+def _program(entry: Entry) -> str:
     return (
-        f"{entry['name']:<26} {times}  {entry['ratio']:.2f}x  {entry['gflops']:.0f} GF/s, "
-        f"{100 * entry['limit_share']:.0f} % of {entry['limit']}  error {check['error']:.1e}, "
-        f"torch's {check['peer_error']:.1e}"
+        f"{entry['seconds']:7.1f} s ({entry['low']:.1f}-{entry['high']:.1f}, n {entry['n']})  "
+        f"peak {entry['peak_rss_bytes'] / 1e9:.2f} GB"
     )
 
 
-def inspect_line(entry: Entry) -> str:
-    """One program: its time and its peak."""
-    return (
-        f"{entry['name']:<10} {entry['seconds']:7.1f} s ({entry['low']:.1f}-{entry['high']:.1f}, "
-        f"n {entry['n']})  peak {entry['peak_rss_bytes'] / 1e9:.2f} GB"
-    )
-
-
-def _milliseconds(timing: dict[str, Any]) -> str:
-    low, median, high = (1e3 * timing[key] for key in ("low", "median", "high"))
-    return f"{median:.2f} ms ({low:.2f}-{high:.2f}, n {timing['n']})"
+def duration(timing: Mapping[str, Any]) -> str:
+    """Median with quartiles, in ms or us."""
+    unit, factor = ("ms", 1e3) if timing["median"] >= 1e-3 else ("us", 1e6)
+    low, median, high = (factor * timing[key] for key in ("low", "median", "high"))
+    digits = 2 if median < 10 else 1 if median < 100 else 0
+    return f"{median:.{digits}f} {unit} ({low:.{digits}f}-{high:.{digits}f}, n {timing['n']})"

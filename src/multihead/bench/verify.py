@@ -2,51 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multihead.masks import Mask
+from multihead.ops import ALiBi
 
 _SAMPLED_ROWS = 16
 
+# A peer may be less exact than plain torch; one that computes something else is off by far more.
+_PEERS_FACTOR = 16.0
+
 
 @dataclass(frozen=True)
-class Check:
-    """Largest errors on the sampled rows, ours and the peer's, and whether ours is within bound."""
+class Expected:
+    """What some rows of [B, H, Lq, Dv] must be, in float64.
 
-    error: float
-    peer_error: float
-    bound: float
-    passed: bool
+    `rounding` is one rounding of the dtype at the largest of them, `plain_error` what torch's
+    operations on the whole table make of the same rows in the dtype.
+    """
 
-    def to_json(self) -> dict[str, float | bool]:
-        """Fields by name."""
-        return asdict(self)
+    rows: Tensor
+    values: Tensor
+    rounding: float
+    plain_error: float
+
+    def error(self, out: Tensor) -> float:
+        """The largest difference."""
+        return _largest(out[:, :, self.rows] - self.values)
+
+    def bound(self, baseline_error: float) -> float:
+        """What ours may be off: twice torch's error in the same dtype, and one rounding."""
+        return 2 * baseline_error + self.rounding
+
+    @property
+    def peers_bound(self) -> float:
+        """What a peer may be off before it is taken to compute something else."""
+        return _PEERS_FACTOR * (self.plain_error + self.rounding)
 
 
-def check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, out: Tensor, peer: Tensor
-) -> Check:
-    """Compare two results for [B, H, L, D] inputs with the dense computation in float64.
+def expect(query: Tensor, key: Tensor, value: Tensor, **rules: Any) -> Expected:
+    """Compute sampled rows of attention's formula in float64.
 
-    Ours passes if its largest error is at most twice the peer's, give or take one rounding of the
-    dtype at the largest expected value.
+    Takes attention's mask, bias (of keys alone, or ALiBi), softcap and sinks.
     """
     length = query.shape[2]
     rows = torch.linspace(0, length - 1, min(_SAMPLED_ROWS, length)).long()
-    scores = query[:, :, rows].double() @ key.double().transpose(2, 3) / query.shape[3] ** 0.5
-    if mask is not None:
-        visible = mask.to_dense(length, key.shape[2])[:, :, rows]
-        scores.masked_fill_(~visible, -torch.inf)
-    expected = torch.softmax(scores, dim=-1) @ value.double()
-    error = _largest(out[:, :, rows] - expected)
-    peer_error = _largest(peer[:, :, rows] - expected)
-    rounding = torch.finfo(query.dtype).eps * _largest(expected)
-    bound = 2 * peer_error + rounding
-    return Check(error, peer_error, bound, passed=error <= bound)
+    values = _formula(query.double(), key.double(), value.double(), rows, **rules)
+    plain = _formula(query, key, value, rows, **rules)
+    rounding = torch.finfo(query.dtype).eps * _largest(values)
+    return Expected(rows, values, rounding, _largest(plain - values))
 
 
 def _largest(difference: Tensor) -> float:
     return difference.abs().max().item()
+
+
+def _formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | ALiBi | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    batch, heads, length, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    dtype = query.dtype
+    grouped = query[:, :, rows].reshape(batch, kv_heads, -1, width)
+    scores = (grouped @ key.mT * width**-0.5).reshape(batch, heads, len(rows), keys)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if isinstance(bias, ALiBi):
+        distance = (rows[:, None] + keys - length - torch.arange(keys)).abs()
+        scores = scores - (bias.slopes[:, None, None] * distance).to(dtype)
+    elif bias is not None:
+        scores = scores + bias.to(dtype)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.to_dense(length, keys)[:, :, rows], -torch.inf)
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(batch, heads, len(rows), 1)
+        scores = torch.cat([scores, column], dim=3)
+    weights = torch.softmax(scores, dim=-1)[..., :keys].reshape(batch, kv_heads, -1, keys)
+    return (weights @ value).reshape(batch, heads, len(rows), -1)

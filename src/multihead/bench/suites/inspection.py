@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from multihead.bench.case import Entry
+from multihead.bench.contest import Setting
 from multihead.bench.fresh import Usage, run_fresh
+from multihead.bench.suites.row import Row
 
-TOKENS = 8192
+TOKENS, QUICK_TOKENS = 8192, 256
 
 
 @dataclass(frozen=True)
@@ -20,14 +25,20 @@ class Contestant:
     what: str
     arguments: tuple[str, ...]
     runs: int
-    page: Path | None = None
+    writes_page: bool = False
 
 
-def contestants(page: Path, tokens: int = TOKENS) -> tuple[Contestant, ...]:
-    """Ours first. All load the same model in float32 and read the same tokens.
+def rows(*, quick: bool) -> list[Row]:
+    """A row for each program."""
+    tokens = QUICK_TOKENS if quick else TOKENS
+    programs = contestants(tokens)
+    if quick:
+        programs = tuple(replace(program, runs=1) for program in programs)
+    return [Row(program.name, partial(measure, program, tokens)) for program in programs]
 
-    `page` is where the one that writes the report may put it.
-    """
+
+def contestants(tokens: int) -> tuple[Contestant, ...]:
+    """Ours first. All load the same model in float32 and read the same tokens."""
     rivals = ("-m", "multihead.bench.rivals")
     inspect = ("-m", "multihead", "inspect", "--max-tokens", str(tokens), "--json")
     return (
@@ -35,20 +46,20 @@ def contestants(page: Path, tokens: int = TOKENS) -> tuple[Contestant, ...]:
             "multihead",
             f"`multihead inspect --max-tokens {tokens}`: every statistic of every head",
             inspect,
-            3,
+            2,
         ),
         Contestant(
             "multihead --report",
             "the same with `--report`: maps, sinks and what every key receives, in one page",
-            (*inspect, "--report", str(page)),
-            3,
-            page,
+            (*inspect, "--report"),
+            1,
+            writes_page=True,
         ),
         Contestant(
             "sdpa",
             "plain forward with torch's SDPA: no statistics at all",
             (*rivals, "sdpa", str(tokens)),
-            3,
+            2,
         ),
         Contestant(
             "dense",
@@ -59,17 +70,22 @@ def contestants(page: Path, tokens: int = TOKENS) -> tuple[Contestant, ...]:
     )
 
 
-def measure(contestant: Contestant, *, threads: int) -> dict[str, Any]:
+def measure(contestant: Contestant, tokens: int, setting: Setting) -> Entry:
     """Run it to its end as often as it says; the median time and the largest peak.
 
     Raises:
         MultiheadError: it failed.
     """
-    usages = [run_fresh(contestant.arguments, threads=threads) for _ in range(contestant.runs)]
-    entry = {"name": contestant.name, "what": contestant.what, **_summary(usages)}
-    if contestant.page is not None:
-        entry["page_bytes"] = contestant.page.stat().st_size
-    return entry
+    entry: Entry = {"name": contestant.name, "what": contestant.what, "tokens": tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "heads.html"
+        arguments = contestant.arguments
+        if contestant.writes_page:
+            arguments = (*arguments, str(page))
+        usages = [run_fresh(arguments, threads=setting.threads) for _ in range(contestant.runs)]
+        if contestant.writes_page:
+            entry["page_bytes"] = page.stat().st_size
+    return entry | _summary(usages)
 
 
 def _summary(usages: list[Usage]) -> dict[str, Any]:

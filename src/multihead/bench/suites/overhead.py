@@ -1,0 +1,117 @@
+"""The suite `overhead`: what a feature adds to the plain call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from multihead.bench.case import Case, Entry
+from multihead.bench.contest import OURS, TORCH, Contestant, Field, Setting, judge, measure, ours
+from multihead.bench.suites.row import Row, of_case
+from multihead.bench.timing import alternate
+from multihead.bench.torch_calls import sdpa
+from multihead.bench.verify import expect
+from multihead.errors import BackendError
+from multihead.ops import STATISTICS, ALiBi, attention_with_stats
+from multihead.ops.backends import native
+
+PLAIN = "plain"
+
+_STATISTICS = {
+    "lse": ("lse",),
+    "three-statistics": ("lse", "entropy", "max_logit"),
+    "row-statistics": STATISTICS,
+}
+_OPTIONS: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "keys-bias": lambda case: {"bias": torch.linspace(-2, 2, case.keys).expand(1, 1, 1, -1)},
+    "alibi": lambda case: {"bias": ALiBi(torch.exp2(-torch.arange(1.0, case.heads + 1)))},
+    "sinks": lambda case: {"sinks": torch.linspace(-2, 2, case.heads)},
+    "softcap": lambda case: {"softcap": 30.0},
+}
+_AVX2 = "avx2"
+
+# Some of these differ by less than a hundredth: they need more rounds than a ratio of two.
+_MORE_TIME = 1.6
+
+
+def rows(*, quick: bool) -> list[Row]:
+    """Each feature and dtype on 8 heads of 64, all keys visible; then the kernels for AVX2."""
+    length = 256 if quick else 4096
+    dtypes = (torch.float32, torch.bfloat16)
+    found = [
+        of_case(Case(name, dtype, length, length), measure_one)
+        for dtype in dtypes
+        for name, measure_one in (
+            *((name, partial(_statistics, stats)) for name, stats in _STATISTICS.items()),
+            *((name, partial(_option, name)) for name in _OPTIONS),
+        )
+    ]
+    case = Case(f"{_AVX2}-build", torch.float32, length, length)
+    return [*found, of_case(case, _avx2)]
+
+
+def _statistics(stats: tuple[str, ...], case: Case, setting: Setting) -> Entry:
+    query, key, value = case.inputs()
+
+    def with_stats() -> Tensor:
+        result = attention_with_stats(query, key, value, stats=stats, backend="native")
+        return cast(Tensor, result.out)
+
+    plain = ours(query, key, value)
+    entry = _overhead(case, setting, with_stats, plain)
+    with torch.inference_mode():
+        if not torch.equal(plain(), with_stats()):
+            raise BackendError(f"{case.name}: asking for statistics changed the output.")
+    return entry
+
+
+def _option(name: str, case: Case, setting: Setting) -> Entry:
+    query, key, value = case.inputs()
+    options = _OPTIONS[name](case)
+    feature = ours(query, key, value, **options)
+    entry = _overhead(case, setting, feature, ours(query, key, value))
+    expected = expect(query, key, value, **options)
+    with torch.inference_mode():
+        errors = {OURS: expected.error(feature())}
+    judge(case, errors, expected, expected.plain_error)
+    return entry | {"errors": errors | {"plain torch": expected.plain_error}}
+
+
+def _overhead(
+    case: Case, setting: Setting, feature: Callable[[], Tensor], plain: Callable[[], Tensor]
+) -> Entry:
+    with torch.inference_mode():
+        times = alternate(
+            {OURS: feature, PLAIN: plain}, seconds=_MORE_TIME * setting.seconds, least=7
+        )
+    return {
+        **case.to_json(),
+        "times": {name: timing.to_json() for name, timing in times.items()},
+        "overhead": times[OURS].median / times[PLAIN].median - 1,
+    }
+
+
+def _avx2(case: Case, setting: Setting) -> Entry:
+    """The kernels compiled for AVX2, on whatever processor this is, against torch."""
+    if _AVX2 not in native.instruction_sets():
+        return {**case.to_json(), "not_measurable": "The processor lacks AVX2."}
+    query, key, value = case.inputs()
+    call = ours(query, key, value)
+
+    def with_avx2() -> Tensor:
+        native.use_instruction_set(_AVX2)
+        try:
+            return call()
+        finally:
+            native.use_instruction_set(os.environ.get("MULTIHEAD_ISA"))
+
+    contestants = {
+        OURS: Contestant.of(with_avx2),
+        TORCH: Contestant.of(sdpa(case, query, key, value)),
+    }
+    return measure(case, Field(contestants), expect(query, key, value), setting)
