@@ -45,11 +45,10 @@ check: $(VENV)/.test           ## format, lint, types, floors
 proof: test                    ## the long proofs
 	$(RUN)pytest -q -rs -m proof
 
-record: $(VENV)/.test          ## measure this machine, into benchmarks/results
+record: $(VENV)/.bench         ## measure this machine against every peer, into benchmarks/results
 	$(RUN)multihead bench --record
-	$(RUN)multihead bench --only inspect --record
 
-figures: $(VENV)/.test         ## README's tables and picture, from benchmarks/results and the report page
+figures: $(VENV)/.figures      ## the tables and pictures of README and docs, from benchmarks/results
 	$(RUN)python benchmarks/figures.py
 
 clean:                         ## remove what make made: .venv, build, caches, the page; not results
@@ -74,4 +73,12 @@ $(VENV)/.demo: $(VENV)/.base pyproject.toml $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) -q --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(INSTALL) -q --no-build-isolation -e '.[bench]'
+	@touch $@
+
+$(VENV)/.figures: $(VENV)/.test
+	$(INSTALL) -q --no-build-isolation -e '.[plot]'
 	@touch $@

@@ -72,7 +72,7 @@ def test_a_slow_contestant_leaves_after_three_rounds(monkeypatch: pytest.MonkeyP
         clock += seconds
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
-    times = timing.alternate({"slow": lambda: take(9.0), "fast": lambda: take(1.0)}, seconds=20)
+    times = timing.alternate({"fast": lambda: take(1.0), "slow": lambda: take(9.0)}, seconds=20)
     assert times["slow"] == timing.Timing(9.0, 9.0, 9.0, 3)  # and one call before
     assert times["fast"] == timing.Timing(1.0, 1.0, 1.0, 5)
 

@@ -41,13 +41,18 @@ def check_folder(folder: Path = FOLDER) -> None:
         raise InputError(f"{folder} cannot be written: {error.strerror}.") from error
 
 
+def file_name(document: Mapping[str, Any]) -> str:
+    """Of suite, processor and threads: the next measurement of the same takes its place."""
+    machine = document["machine"]
+    return f"{document['suite']}-{_slug(machine['processor'])}-{machine['threads']}t.json"
+
+
 def save(document: Document, folder: Path = FOLDER) -> Path:
-    """Write the document to a file named after its suite, processor and threads.
+    """Write the document to the file of its name.
 
     The file appears whole or not at all: it is written beside its place, then moved there.
     """
-    machine = document["machine"]
-    name = f"{document['suite']}-{_slug(machine['processor'])}-{machine['threads']}t.json"
+    name = file_name(document)
     text = json.dumps(document, allow_nan=False, ensure_ascii=False, indent=1) + "\n"
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}-")
     try:

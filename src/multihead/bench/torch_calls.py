@@ -97,7 +97,8 @@ def batched_documents(
     """
 
     def rows(x: Tensor) -> Tensor:
-        return x[0].unflatten(1, (count, -1)).transpose(0, 1).contiguous()
+        heads, length, width = x.shape[1:]
+        return x.reshape(heads, count, length // count, width).transpose(0, 1).contiguous()
 
     q, k, v = map(rows, (query, key, value))
 

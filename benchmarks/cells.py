@@ -1,0 +1,132 @@
+"""What tables are made of: where a document was measured, times, ratios, Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from multihead.bench.contest import OURS, TORCH
+from multihead.bench.results import Document
+from multihead.bench.show import duration
+
+NOTHING = "Not measured yet: `benchmarks/results` has no file for it.\n"
+
+# What torch's own operations are called, beside its one function.
+REWRITES = ("torch matmul", "torch blocks", "torch batch", "torch expanded")
+
+
+def of_suite(documents: Sequence[Document], suite: str) -> list[Document]:
+    """The documents of one suite, one for each machine."""
+    return [document for document in documents if document["suite"] == suite]
+
+
+def where(document: Document) -> str:
+    """Class, processor, threads, instruction sets, versions and command of a document."""
+    machine, versions = document["machine"], document["versions"]
+    threads = f"{machine['threads']} threads" if machine["threads"] != 1 else "1 thread"
+    sets = [f"{dtype} on {name}" for dtype, name in machine["instruction_sets"].items() if name]
+    return (
+        f"**{machine['class']}**: {machine['processor']}, {threads}, {', '.join(sets)}, torch "
+        f"{versions['torch']}, commit {document['commit'] or 'unknown'}: `{document['command']}`."
+    )
+
+
+def limits(document: Document) -> str:
+    """The limits that were measured in the same run."""
+    values = document["limits"]
+    parts = [
+        f"{name} {values[name]:.0f} GF/s" for name in _INSTRUCTIONS if values[name] is not None
+    ]
+    if "memory read" in values:
+        parts.append(f"memory read {values['memory read']:.1f} GB/s")
+    parts += [f"{name} not measurable here" for name in _INSTRUCTIONS if values[name] is None]
+    return f"Limits measured in the same run: {', '.join(parts)}."
+
+
+_INSTRUCTIONS = ("FMA", "dpbf16", "AMX")
+
+
+def peers(document: Document) -> str:
+    """Which peers took part, and why the others did not."""
+    found = document["peers"]
+    parts = [f"{name} {peer.get('absent') or peer['version']}" for name, peer in found.items()]
+    return f"Peers: torch {document['versions']['torch']}, {', '.join(parts)}." if parts else ""
+
+
+def call(row: Mapping[str, Any]) -> str:
+    """The kind and shape of a row's call."""
+    grouped = row["heads"] != row["kv_heads"]
+    heads = f"{row['heads']}/{row['kv_heads']}" if grouped else str(row["heads"])
+    kind = row["kind"]
+    if kind.startswith("decode"):
+        return f"decode, {heads} heads, {row['keys']} keys, D {row['width']}"
+    if kind.startswith("small"):
+        return f"{heads} heads, {row['queries']} on {row['keys']}"
+    if kind.startswith("grouped"):
+        return f"{heads} heads, {row['keys']}"
+    if kind.startswith("window"):
+        return f"window of {kind.rpartition('-')[2]} in {row['keys']}"
+    if kind.startswith("packed"):
+        return f"{kind.rpartition('-')[2].replace('x', ' documents of ')}"
+    return f"{kind}, {row['keys']}, D {row['width']}"
+
+
+def ratio(row: Mapping[str, Any], name: str) -> str:
+    """How many times as long another takes; in bold where ours is the slower one."""
+    value = row["ratios"][name]
+    return f"{value:.2f}x" if value >= 1 else f"**{value:.2f}x**"
+
+
+def best_peer(row: Mapping[str, Any]) -> str | None:
+    """The fastest contestant that is neither ours nor torch's own function; None without any."""
+    others = {
+        name: value
+        for name, value in row["ratios"].items()
+        if name != TORCH and not name.startswith(OURS)
+    }
+    return min(others, key=others.__getitem__) if others else None
+
+
+def best(row: Mapping[str, Any]) -> str:
+    """The ratio to the fastest of the others, by name."""
+    name = best_peer(row)
+    return "" if name is None else f"{ratio(row, name)} {name}"
+
+
+def share(row: Mapping[str, Any]) -> str:
+    """The share of the limit."""
+    return f"{100 * row['limit_share']:.0f} % of {row['limit']}"
+
+
+def ours(row: Mapping[str, Any]) -> str:
+    """Our time with its quartiles."""
+    return duration(row["times"][OURS])
+
+
+def measured(document: Document) -> list[dict[str, Any]]:
+    """The rows that the processor could run."""
+    return [row for row in document["rows"] if "not_measurable" not in row]
+
+
+def not_measurable(document: Document) -> str:
+    """The rows that it could not, with the reasons; empty if there are none."""
+    rows = [row for row in document["rows"] if "not_measurable" in row]
+    parts = [f"{row['name']} ({row['not_measurable'].rstrip('.')})" for row in rows]
+    return f"Not measurable here: {'; '.join(parts)}.\n" if parts else ""
+
+
+def losses(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A sentence that names every row in which another is faster."""
+    found = []
+    for row in rows:
+        faster = [name for name in row["ratios"] if row["ratios"][name] < 1]
+        others = [name for name in faster if not name.startswith(OURS)]
+        if others:
+            found.append(f"{call(row)}, {row['dtype']} ({', '.join(others)})")
+    return f"Slower than another: {'; '.join(found)}.\n" if found else "Slower than none here.\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

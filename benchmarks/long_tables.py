@@ -1,0 +1,126 @@
+"""The blocks of docs/benchmarks.md: every contestant of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from cells import (
+    NOTHING,
+    call,
+    limits,
+    measured,
+    not_measurable,
+    of_suite,
+    peers,
+    ratio,
+    share,
+    table,
+    where,
+)
+from multihead.bench.contest import OURS
+from multihead.bench.results import Document
+from multihead.bench.show import duration
+from multihead.bench.suites.overhead import PLAIN
+
+_MIB = 2**20
+
+
+def contests_block(suite: str, documents: Sequence[Document]) -> str:
+    """For each machine a table with a line for each contestant of each row."""
+    found = of_suite(documents, suite)
+    return "\n".join(map(_contests, found)) if found else NOTHING
+
+
+def overhead_block(documents: Sequence[Document]) -> str:
+    """For each machine both times of each feature."""
+    found = of_suite(documents, "overhead")
+    return "\n".join(map(_overheads, found)) if found else NOTHING
+
+
+def memory_block(documents: Sequence[Document]) -> str:
+    """For each machine what each call took, and which features it had."""
+    found = of_suite(documents, "memory")
+    return "\n".join(map(_memory, found)) if found else NOTHING
+
+
+BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
+    **{
+        name: partial(contests_block, name)
+        for name in ("prefill", "window", "packed", "decode", "small", "grouped")
+    },
+    "overhead": overhead_block,
+    "memory": memory_block,
+}
+
+
+def _contests(document: Document) -> str:
+    lines = [line for row in measured(document) for line in _contest_lines(row)]
+    head = ("call", "dtype", "contestant", "time (quartiles, n)", "against ours", "error", "note")
+    return _section(document, table(head, lines))
+
+
+def _contest_lines(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    times, errors = row["times"], row["errors"]
+    rate = f"{row['gflops']:.0f} GF/s" if "gflops" in row else f"{row['gb_per_s']:.1f} GB/s"
+    if "seconds_over_torch" in row:
+        note = f"{1e6 * row['seconds_over_torch']:+.1f} us against torch"
+        if row["python_seconds"] is not None:
+            note += f", of which Python {1e6 * row['python_seconds']:.1f} us"
+    else:
+        note = f"{rate}, {share(row)}"
+    if "buffers_bytes" in row:
+        note += f", {row['buffers_bytes'] / 2**30:.1f} GiB of buffers in turn"
+    yield call(row), row["dtype"], OURS, duration(times[OURS]), "", f"{errors[OURS]:.1e}", note
+    for name in row["ratios"]:
+        first = row["first_call_seconds"].get(name)
+        note = "" if first is None else f"first call {first:.1f} s"
+        yield (
+            "",
+            "",
+            name,
+            duration(times[name]),
+            ratio(row, name),
+            f"{errors[name]:.1e}",
+            note,
+        )
+    for name, reason in row["declined"].items():
+        yield "", "", name, "", "", "", reason
+
+
+def _overheads(document: Document) -> str:
+    added = [
+        (
+            row["kind"],
+            row["dtype"],
+            duration(row["times"][OURS]),
+            duration(row["times"][PLAIN]),
+            f"{100 * row['overhead']:+.1f} %",
+        )
+        for row in measured(document)
+        if "overhead" in row
+    ]
+    others = [line for row in measured(document) if "ratios" in row for line in _contest_lines(row)]
+    parts = [table(("feature", "dtype", "with it", "plain", "added"), added)]
+    if others:
+        head = ("call", "dtype", "contestant", "time", "against ours", "error", "note")
+        parts.append(table(head, others))
+    return _section(document, "\n".join(parts))
+
+
+def _memory(document: Document) -> str:
+    lines = [
+        (
+            ", ".join(row["features"]) or "plain",
+            f"{row['grown_bytes'] / _MIB:.1f} MiB",
+            f"{row['output_bytes'] / _MIB:.0f} MiB",
+        )
+        for row in measured(document)
+    ]
+    return _section(document, table(("features", "beyond inputs and outputs", "outputs"), lines))
+
+
+def _section(document: Document, body: str) -> str:
+    head = " ".join(part for part in (where(document), limits(document), peers(document)) if part)
+    return f"{head}\n\n{body}\n{not_measurable(document)}"

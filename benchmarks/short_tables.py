@@ -1,0 +1,207 @@
+"""README's blocks: one table for prefill, one for the other calls, a line for what is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import plot
+from cells import (
+    NOTHING,
+    best,
+    call,
+    limits,
+    losses,
+    measured,
+    not_measurable,
+    of_suite,
+    ours,
+    peers,
+    ratio,
+    share,
+    table,
+    where,
+)
+from multihead.bench.contest import OURS, TORCH
+from multihead.bench.machine import CLASSES
+from multihead.bench.results import Document
+
+_CALLS = ("window", "packed", "decode", "grouped")
+
+
+def prefill_block(documents: Sequence[Document]) -> str:
+    """For each machine a picture and a table: ours, torch, and the best peer by name."""
+    found = of_suite(documents, "prefill")
+    if not found:
+        return NOTHING
+    return "\n".join([*map(_prefill_section, found), _not_measured(found)])
+
+
+def calls_block(documents: Sequence[Document]) -> str:
+    """For each machine one table of windows, packed documents, decoding, groups, small calls."""
+    names = (*_CALLS, "small")
+    machines: dict[str, list[Document]] = {}
+    for name in names:
+        for document in of_suite(documents, name):
+            machines.setdefault(_machine(document), []).append(document)
+    if not machines:
+        return NOTHING
+    return "\n".join(_calls_section(found) for found in machines.values())
+
+
+def overhead_block(documents: Sequence[Document]) -> str:
+    """A line for each machine: what each feature adds, float32 and bfloat16."""
+    found = of_suite(documents, "overhead")
+    return "\n".join(map(_overhead_line, found)) if found else NOTHING
+
+
+def memory_block(documents: Sequence[Document]) -> str:
+    """A line for each machine: the most that a call took beyond its inputs and outputs."""
+    found = of_suite(documents, "memory")
+    return "\n".join(map(_memory_line, found)) if found else NOTHING
+
+
+def inspect_block(documents: Sequence[Document]) -> str:
+    """A section for each machine: the whole inspection against its rivals."""
+    found = of_suite(documents, "inspect")
+    return "\n".join(map(_inspect_section, found)) if found else NOTHING
+
+
+BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
+    "prefill": prefill_block,
+    "calls": calls_block,
+    "overhead": overhead_block,
+    "memory": memory_block,
+    "inspect": inspect_block,
+}
+
+
+def _prefill_section(document: Document) -> str:
+    rows = measured(document)
+    lines = [
+        (call(row), row["dtype"], ours(row), ratio(row, TORCH), best(row), share(row))
+        for row in rows
+    ]
+    head = ("call", "dtype", "ours (quartiles, n)", "torch", "best other", "of the limit")
+    picture = f"![{plot.CAPTION}](docs/images/{plot.file_name(document)})"
+    return (
+        f"{where(document)} {limits(document)} {peers(document)}\n\n{picture}\n\n"
+        f"{table(head, lines)}\n{losses(rows)}{not_measurable(document)}"
+    )
+
+
+def _calls_section(documents: Sequence[Document]) -> str:
+    lines: list[tuple[str, ...]] = []
+    lost: list[dict[str, Any]] = []
+    for document in documents:
+        rows = measured(document)
+        lost += rows
+        if document["suite"] == "small":
+            lines += _small_lines(rows)
+        else:
+            lines += [
+                (call(row), row["dtype"], ours(row), ratio(row, TORCH), best(row), share(row))
+                for row in rows
+            ]
+    head = ("call", "dtype", "ours (quartiles, n)", "torch", "best other", "of the limit")
+    notes = "".join(map(not_measurable, documents))
+    return f"{_place(documents[0])}\n\n{table(head, lines)}\n{losses(lost)}{notes}"
+
+
+def _small_lines(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A line for each dtype and number of heads, the numbers of queries side by side."""
+    lines: list[tuple[str, ...]] = []
+    for (dtype, heads), group in groupby(rows, key=lambda row: (row["dtype"], row["heads"])):
+        of_group = list(group)
+        queries = " / ".join(str(row["queries"]) for row in of_group)
+        times = " / ".join(f"{1e6 * row['times'][OURS]['median']:.1f}" for row in of_group)
+        over = " / ".join(f"{1e6 * row['seconds_over_torch']:+.1f}" for row in of_group)
+        python = " / ".join(
+            "not measurable here"
+            if row["python_seconds"] is None
+            else f"{1e6 * row['python_seconds']:.1f}"
+            for row in of_group
+        )
+        ratios = " / ".join(ratio(row, TORCH) for row in of_group)
+        least = min(row["times"][OURS]["n"] for row in of_group)
+        lines.append(
+            (
+                f"{heads} heads, {queries} queries on {of_group[0]['keys']} keys",
+                dtype,
+                f"{times} us (n {least} or more)",
+                f"{ratios}, {over} us",
+                "",
+                f"Python: {python} us",
+            )
+        )
+    return lines
+
+
+def _overhead_line(document: Document) -> str:
+    features: dict[str, list[str]] = {}
+    for row in measured(document):
+        if "overhead" in row:
+            share_added = f"{100 * row['overhead']:+.1f}"
+            features.setdefault(row["kind"].replace("-", " "), []).append(share_added)
+    added = ", ".join(f"{name} {' / '.join(values)} %" for name, values in features.items())
+    avx2 = "".join(
+        f" The kernels for AVX2 on the same processor, float32: {ratio(row, TORCH)} torch."
+        for row in measured(document)
+        if "ratios" in row
+    )
+    length = document["rows"][0]["keys"]
+    return (
+        f"{_place(document)} Added to the plain call at L {length}, float32 / bfloat16: "
+        f"{added}.{avx2} {not_measurable(document)}".rstrip()
+        + "\n"
+    )
+
+
+def _memory_line(document: Document) -> str:
+    rows = measured(document)
+    if not rows:
+        return f"{_place(document)} {not_measurable(document)}"
+    most = max(rows, key=lambda row: int(row["grown_bytes"]))
+    features = {name for row in rows for name in row["features"]}
+    return (
+        f"{_place(document)} At {most['length']} tokens, {most['heads']} heads of "
+        f"{most['width']}, {len(rows)} fresh processes in which every two of {len(features)} "
+        f"features meet took at most **{most['grown_bytes'] / 2**20:.1f} MiB** beyond inputs and "
+        f"outputs ({', '.join(most['features']) or 'plain'}).\n"
+    )
+
+
+def _inspect_section(document: Document) -> str:
+    first = document["rows"][0]
+    rows = [
+        (
+            row["what"] + (f" of {row['page_bytes'] / 1e6:.1f} MB" if "page_bytes" in row else ""),
+            f"{row['seconds']:.1f} s",
+            f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
+            f"{row['seconds'] / first['seconds']:.1f}x",
+        )
+        for row in document["rows"]
+    ]
+    return (
+        f"{_place(document)}\n\n"
+        f"{table(('fresh process', 'time', 'peak memory', 'time against ours'), rows)}"
+    )
+
+
+def _place(document: Document) -> str:
+    machine = document["machine"]
+    return (
+        f"**{machine['class']}** ({machine['processor']}, {machine['threads']} threads, commit "
+        f"{document['commit'] or 'unknown'}):"
+    )
+
+
+def _machine(document: Document) -> str:
+    return f"{document['machine']['processor']} {document['machine']['threads']}"
+
+
+def _not_measured(documents: Sequence[Document]) -> str:
+    seen = {document["machine"]["class"] for document in documents}
+    missing = [name for name in CLASSES.values() if name not in seen]
+    return f"Not measured: {', '.join(missing)}.\n" if missing else ""
