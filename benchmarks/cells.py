@@ -11,8 +11,7 @@ from multihead.bench.show import duration
 
 NOTHING = "Not measured yet: `benchmarks/results` has no file for it.\n"
 
-# What torch's own operations are called, beside its one function.
-REWRITES = ("torch matmul", "torch blocks", "torch batch", "torch expanded")
+_INSTRUCTIONS = ("FMA", "dpbf16", "AMX")
 
 
 def of_suite(documents: Sequence[Document], suite: str) -> list[Document]:
@@ -38,12 +37,18 @@ def limits(document: Document) -> str:
         f"{name} {values[name]:.0f} GF/s" for name in _INSTRUCTIONS if values[name] is not None
     ]
     if "memory read" in values:
-        parts.append(f"memory read {values['memory read']:.1f} GB/s")
+        parts.append(f"memory read {values['memory read']:.1f} GB/s{_cold(values)}")
     parts += [f"{name} not measurable here" for name in _INSTRUCTIONS if values[name] is None]
     return f"Limits measured in the same run: {', '.join(parts)}."
 
 
-_INSTRUCTIONS = ("FMA", "dpbf16", "AMX")
+def _cold(values: Mapping[str, Any]) -> str:
+    """A warning where the buffers are smaller than they should be."""
+    cache, cold = values["cache_bytes"], values["cold_bytes"]
+    if cache is not None and cold >= 4 * cache:
+        return ""
+    size = "of unknown size" if cache is None else f"of {cache / 2**20:.0f} MiB"
+    return f" (buffers of {cold / 2**30:.1f} GiB, a cache {size}: some may still be in it)"
 
 
 def peers(document: Document) -> str:

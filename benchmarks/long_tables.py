@@ -118,7 +118,8 @@ def _memory(document: Document) -> str:
         )
         for row in measured(document)
     ]
-    return _section(document, table(("features", "beyond inputs and outputs", "outputs"), lines))
+    head = ("features", "beyond inputs and outputs", "outputs")
+    return f"{where(document)}\n\n{table(head, lines)}\n{not_measurable(document)}"
 
 
 def _section(document: Document, body: str) -> str:

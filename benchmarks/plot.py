@@ -87,12 +87,19 @@ def draw(document: Document, folder: Path) -> str:
     # The same numbers give the same file: ids from a constant, no date, text as text.
     style = {"svg.hashsalt": "multihead", "svg.fonttype": "none", "font.size": 9}
     found = panels(document)
+    if not found:
+        return f"Plot: none, since no row for {file_name(document)} has a width of {_WIDTH}"
     with pyplot.rc_context(style):
         figure, grid = pyplot.subplots(
             2, 2, figsize=(8.6, 5.6), sharex=True, squeeze=False, layout="constrained"
         )
         for panel in found:
-            _draw_panel(grid[_KINDS.index(panel["kind"])][_DTYPES.index(panel["dtype"])], panel)
+            axes = grid[_KINDS.index(panel["kind"])][_DTYPES.index(panel["dtype"])]
+            _draw_panel(axes, panel)
+            handles, labels = axes.get_legend_handles_labels()
+        for axes in grid[-1]:
+            axes.set_xlabel("tokens; below the lines, who is the best other")
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
         path = folder / file_name(document)
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None, "Description": digest(document)})
@@ -106,12 +113,14 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         points = [(x, y) for x, y in zip(lengths, rates, strict=True) if y is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=name, markersize=5, **_STYLES[name])
-    for length, name, rate in zip(
-        lengths, panel["others"], panel["rates"]["best other"], strict=True
-    ):
-        if name is not None:
-            axes.annotate(
-                name, (length, rate), (0, -11), textcoords="offset points", ha="center", fontsize=7
+    for length, name in zip(lengths, panel["others"], strict=True):
+        if name is not None:  # at the foot of the panel, where no line runs
+            axes.text(
+                *(length, 0.03, name),
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                fontsize=7,
+                color=_STYLES["best other"]["color"],
             )
     limit_name, limit = panel["limit"]
     axes.axhline(limit, **_LIMIT)
@@ -122,9 +131,9 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
     lowest = min(y for rates in panel["rates"].values() for y in rates if y is not None)
-    axes.set_ylim(lowest / 1.6, limit * 1.4)
+    axes.set_ylim(lowest / 1.8, limit * 1.4)
+    axes.margins(x=0.12)
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0f}")
     axes.set_title(f"{panel['kind']}, {panel['dtype']}, D {_WIDTH}", fontsize=9)
     axes.set_ylabel("GF/s")
     axes.grid(True, linewidth=0.3)
-    axes.legend(fontsize=7, loc="lower right")

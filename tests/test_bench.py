@@ -256,6 +256,21 @@ def test_flex_attention_makes_the_same_call() -> None:
     assert found.first_call_seconds is not None
 
 
+def test_flex_attention_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multihead.bench.peers import flex
+
+    def fails(call: object) -> None:
+        raise RuntimeError("no <omp.h>\nand a long log")
+
+    monkeypatch.setattr(flex, "_compile", fails)
+    monkeypatch.setattr(flex.shutil, "which", lambda name: f"/bin/{name}")
+    with pytest.raises(contest.Declined, match=r"does not compile here: RuntimeError: no <omp.h>$"):
+        flex.contestant(FULL, *FULL.inputs(), threads=1)
+    monkeypatch.setattr(flex.shutil, "which", lambda name: None)
+    with pytest.raises(contest.Declined, match=r"needs a C\+\+ compiler"):
+        flex.contestant(FULL, *FULL.inputs(), threads=1)
+
+
 def test_a_peer_that_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     from multihead.bench.peers import registry
 
@@ -282,11 +297,15 @@ def test_a_peer_that_does_not_run_here_is_listed(
 ) -> None:
     from multihead.bench.peers import registry
 
+    class Here:
+        NAME, PACKAGE = "here", "numpy"
+
+    monkeypatch.setattr(registry, "PEERS", (Here,))
     (tmp_path / "python").write_text(f"#!/bin/sh\nexec {registry.sys.executable} -c '{code}'\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(registry.sys, "executable", str(tmp_path / "python"))
-    found = peers.find([peers.FLEX], threads=1)[peers.FLEX]
-    assert found["version"] == torch.__version__
+    found = peers.find(["here"], threads=1)["here"]
+    assert found["version"]
     assert found.get("absent") == (reason and f"does not run here: {reason}")
 
 

@@ -247,11 +247,14 @@ def test_decoding_tells_how_much_was_read() -> None:
     del entry["gflops"]
     entry |= {"gb_per_s": 20.0, "limit": "memory read", "buffers_bytes": 3 * 2**29}
     measured = document("decode", entry, limits={**document("decode")["limits"]})
-    measured["limits"]["memory read"] = 26.7
+    measured["limits"] |= {"memory read": 26.7, "cache_bytes": 2**25, "cold_bytes": 2**27}
     block = long_tables.contests_block("decode", [measured])
     assert "| decode, 32/8 heads, 8192 keys, D 128 |" in block
     assert "20.0 GB/s, 75 % of memory read, 1.5 GiB of buffers in turn" in block
-    assert "memory read 26.7 GB/s" in block
+    assert "memory read 26.7 GB/s," in block
+    measured["limits"] |= {"cache_bytes": 2**31, "cold_bytes": 6 * 2**30}
+    block = long_tables.contests_block("decode", [measured])
+    assert "26.7 GB/s (buffers of 6.0 GiB, a cache of 2048 MiB: some may still be in it)" in block
 
 
 # --- the plot ------------------------------------------------------------------------------------
