@@ -16,6 +16,12 @@ from requires import require
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MASKS = {
+    "full": None,
+    "causal": mh.Causal(),
+    "window": mh.Window(40, 5, keep_first=3),
+    "padding": mh.KeyPadding(torch.arange(331) >= torch.tensor([[70], [3]])) & mh.Causal(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +67,22 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_before_it() -> None:
     for rows in (17, 33):  # fewer go through the kernel for few rows, which sums in another order
         tail = call(query[:, :, -rows:], key, value, mask=mh.Causal())
         assert torch.equal(tail.out, whole.out[:, :, -rows:])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 16, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_asked_for_beside_the_output_changes_no_bit(rows: int, dtype: torch.dtype) -> None:
+    query, key, value = tensors(heads=2, kv_heads=2, queries=rows, dtype=dtype)
+    for mask in MASKS.values():
+        every = call(query, key, value, mask=mask)
+        plain = mh.attention(query, key, value, mask=mask, backend="native")
+        assert torch.equal(plain, every.out)
+        for name in mh.STATISTICS:
+            alone = mh.attention_with_stats(
+                query, key, value, mask=mask, stats=(name,), backend="native"
+            )
+            assert torch.equal(alone.out, every.out)
+            assert torch.equal(alone.stats[name], every.stats[name]), name
 
 
 @pytest.mark.parametrize("axis", range(4))

@@ -110,6 +110,23 @@ INLINE bool all_finite(const float* x, int64_t n) {
   return largest < 0x7f800000u;
 }
 
+INLINE bool all_finite(const uint16_t* x, int64_t n, uint16_t infinity) {
+  uint16_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint16_t magnitude = x[i] & 0x7fffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest < infinity;
+}
+
+// The same of elements that lie together, in place.
+NOINLINE bool all_finite(Dtype dtype, const void* data, int64_t offset, int64_t n) {
+  const uint16_t* halves = static_cast<const uint16_t*>(data) + offset;
+  if (dtype == Dtype::bfloat16) return all_finite(halves, n, 0x7f80);
+  if (dtype == Dtype::float16) return all_finite(halves, n, 0x7c00);
+  return all_finite(static_cast<const float*>(data) + offset, n);
+}
+
 INLINE int64_t offset_of(const int64_t* strides, int64_t b, int64_t h, int64_t row) {
   return b * strides[0] + h * strides[1] + row * strides[2];
 }

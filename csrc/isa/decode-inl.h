@@ -2,7 +2,8 @@
 //
 // The rows fit one narrow tile. A vector holds neighboring numbers of one key or value here, since
 // one number for each row, as in forward-inl.h, would leave most lanes idle and wait for memory
-// all the same. Scores go to S^T [block, tile] as there: masks, softmax and statistics are one code.
+// all the same. Scores go to S^T [block, tile] as there, or folded to [block, rows] where all rows
+// see the keys: masks, softmax and statistics are one code.
 // Keys are split into chunks of fixed length, whose results are joined in order: the bits depend
 // neither on the threads nor on the batch.
 #pragma once
@@ -105,7 +106,8 @@ INLINE Ahead ahead(const ForwardArgs& a, const Tensor4& x, int64_t b, int64_t kv
 template <class Source, int kRows>
 NOINLINE void score_rows(const typename Source::Element* keys, int64_t stride,
                          const float* queries, int64_t query_stride, int64_t width, int count,
-                         const Ahead& values, int64_t value_bytes, float* scores) {
+                         const Ahead& values, int64_t value_bytes, float* scores,
+                         int score_stride) {
   constexpr int kKeys = kLanes / kRows;
   for (int k = 0; k < count; k += kKeys) {
     const typename Source::Element* row[kKeys];
@@ -134,7 +136,7 @@ NOINLINE void score_rows(const typename Source::Element* keys, int64_t stride,
     float each[kLanes];
     store(each, sums_of(sum));
     for (int i = 0; i < kKeys && k + i < count; ++i)
-      __builtin_memcpy(scores + (k + i) * kTile, each + i * kRows, kRows * sizeof(float));
+      __builtin_memcpy(scores + (k + i) * score_stride, each + i * kRows, kRows * sizeof(float));
   }
 }
 
@@ -142,10 +144,10 @@ NOINLINE void score_rows(const typename Source::Element* keys, int64_t stride,
 // block starts from zero and joins `out` once, as in the wide tiles.
 template <class Source, int kRows>
 NOINLINE void add_rows(const typename Source::Element* values, int64_t stride,
-                       const float* weights, int64_t width, int count, const Ahead& keys,
-                       const float* decay, float* out, int64_t out_stride) {
-  // Accumulators that the registers hold beside a value and a weight.
-  constexpr int kVectors = (kLanes == 16 ? 16 : 8) / kRows;
+                       const float* weights, int weight_stride, int64_t width, int count,
+                       const Ahead& keys, const float* decay, float* out, int64_t out_stride) {
+  // Accumulators that the registers hold beside values and weights: 16, or 8 where there are 16.
+  constexpr int kMost = (kLanes == 16 ? 16 : 8) / kRows, kVectors = kMost < 8 ? kMost : 8;
   constexpr int64_t kBytes = sizeof(typename Source::Element);
   const auto add = [&](int64_t d, auto vectors, auto read) INLINE_LAMBDA {
     constexpr int n = decltype(vectors)::count;
@@ -157,7 +159,7 @@ NOINLINE void add_rows(const typename Source::Element* values, int64_t stride,
       Vec x[n];
       UNROLL for (int i = 0; i < n; ++i) x[i] = read(values + k * stride + d + i * kLanes);
       UNROLL for (int r = 0; r < kRows; ++r) {
-        const Vec w = broadcast(weights + k * kTile + r);
+        const Vec w = broadcast(weights + k * weight_stride + r);
         UNROLL for (int i = 0; i < n; ++i) sum[r][i] = fma(w, x[i], sum[r][i]);
       }
     }
@@ -172,6 +174,8 @@ NOINLINE void add_rows(const typename Source::Element* values, int64_t stride,
   };
   int64_t d = 0;
   for (; d + kVectors * kLanes <= width; d += kVectors * kLanes) add(d, Count<kVectors>{}, whole);
+  constexpr int kHalf = kVectors / 2;  // width 64 of a lone row: one vector would wait for itself
+  for (; d + kHalf * kLanes <= width; d += kHalf * kLanes) add(d, Count<kHalf>{}, whole);
   for (; d + kLanes <= width; d += kLanes) add(d, Count<1>{}, whole);
   if (d < width)
     add(d, Count<1>{}, [&](const typename Source::Element* p) INLINE_LAMBDA {
@@ -229,9 +233,92 @@ struct DecodeScratch {
         block(a, arena) {}
 };
 
-// The rows meet one block of keys.
+// Few rows are folded: with `width` of them, a power of two, a vector takes the scores of
+// kTile / width keys, and lane i is a part of row i % width. The parts of a row share its maximum.
+INLINE int folded_width(int rows) {
+  int width = 1;
+  while (width < rows) width *= 2;
+  return width;
+}
+
+INLINE void share_maximum(int width, float* maximum) {
+  for (int r = 0; r < width; ++r) {
+    float top = maximum[r];
+    for (int i = r + width; i < kTile; i += width) top = maximum[i] > top ? maximum[i] : top;
+    for (int i = r; i < kTile; i += width) maximum[i] = top;
+  }
+}
+
+INLINE void fold_rows(int width, RowState& state) {
+  for (int i = width; i < kTile; ++i) {
+    state.max[i] = state.max[i % width];
+    state.sum[i] = state.shifted[i] = state.squares[i] = 0.0f;
+  }
+}
+
+// Pairs of sums, then pairs of those: one after the other they would lose digits.
+INLINE void unfold_rows(int width, RowState& state) {
+  for (int half = kTile / 2; half >= width; half /= 2)
+    for (int i = 0; i < half; ++i) {
+      state.sum[i] += state.sum[i + half];
+      state.shifted[i] += state.shifted[i + half];
+      state.squares[i] += state.squares[i + half];
+    }
+}
+
+// As weigh_block(), on folded products of `count` keys that all rows see. What asks which key is
+// which goes from key to key.
+INLINE void weigh_folded(const ForwardArgs& a, int64_t b, int64_t first_key, int count, int width,
+                         const TileRows& rows, const BlockScratch& block, RowState& state) {
+  float* scores = block.scores;
+  const int vectors = (count * width + kTile - 1) / kTile;
+  for (int x = count * width; x < vectors * kTile; ++x) scores[x] = kHidden;
+  const float per_bit = kLog2E * size_of_scale(a);
+
+  float old_max[kTile];
+  __builtin_memcpy(old_max, state.max, sizeof old_max);
+  raise_maximum(scores, 0, vectors, state);
+  share_maximum(width, state.max);
+  decay_state(old_max, per_bit, state);
+  if (a.statistics.argmax)
+    for (int r = 0; r < width; ++r)
+      for (int k = 0; state.max[r] > old_max[r] && k < count; ++k)
+        if (scores[k * width + r] == state.max[r]) {
+          state.argmax[r] = first_key + k;
+          break;
+        }
+  if (a.statistics.entropy)
+    weigh<true>(scores, 0, vectors, per_bit, state);
+  else
+    weigh<false>(scores, 0, vectors, per_bit, state);
+  if (a.statistics.participation) add_squares(scores, 0, vectors, state);
+  if (a.statistics.mean_distance) {
+    place_keys(a, b, first_key, count, rows.origin, block.key_offset);
+    for (int r = 0; r < width; ++r) {
+      double sum = 0.0;
+      for (int k = 0; k < count; ++k)
+        sum += scores[k * width + r] * __builtin_fabsf(rows.offset[r] - block.key_offset[k]);
+      state.distance[r] += static_cast<float>(sum);
+    }
+  }
+  if (a.statistics.sink_mass) {
+    const int64_t first = value_at(a.mask.first, b) - first_key;
+    if (0 <= first && first < count)
+      for (int r = 0; r < width; ++r) state.first_key[r] += scores[first * width + r];
+  }
+}
+
+// Whether every row sees all keys in [seen.begin, seen.end).
+INLINE bool sees_all(const Visibility& seen, const RowBits* bits) {
+  for (int k = seen.begin; !seen.full && k < seen.end; ++k)
+    if (bits[k] != kAllRows) return false;
+  return true;
+}
+
+// The rows meet one block of keys. `width` is that of the state's fold, kTile for none.
 INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64_t begin,
-                         int64_t end, const DecodeScratch& scratch, const Part& part) {
+                         int64_t end, const DecodeScratch& scratch, const Part& part,
+                         int& width) {
   const TileRows& rows = *scratch.rows;
   RowState& state = *part.state;
   const BlockScratch& block = scratch.block;
@@ -239,6 +326,14 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
   if (seen.hidden) return;
   const int64_t first = begin + seen.begin;
   const int count = seen.end - seen.begin;
+  const bool all = sees_all(seen, block.bits);
+  const int wanted = all && !makes_logits(a) ? folded_width(rows.count) : kTile;
+  if (width != wanted) {
+    unfold_rows(width, state);
+    fold_rows(wanted, state);
+    width = wanted;
+  }
+  float* scores = block.scores + (width < kTile ? 0 : seen.begin * kTile);
 
   const Strips keys = strips_of(a, a.key, a.head_dim, b, kv_head, first, count, scratch.keys);
   const Ahead next_values = ahead(a, a.value, b, kv_head, first, count);
@@ -246,12 +341,14 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
     for_rows(rows.count, [&](int r, auto together) INLINE_LAMBDA {
       score_rows<decltype(source), decltype(together)::count>(
           data, keys.stride, scratch.queries + r * scratch.query_stride, scratch.query_stride,
-          a.head_dim, count, next_values, a.value_dim * element_bytes(a.dtype),
-          block.scores + seen.begin * kTile + r);
+          a.head_dim, count, next_values, a.value_dim * element_bytes(a.dtype), scores + r, width);
     });
   });
 
-  weigh_block(a, b, begin, static_cast<int>(end - begin), rows, seen, block, state);
+  if (width < kTile)
+    weigh_folded(a, b, first, count, width, rows, block, state);
+  else
+    weigh_block(a, b, begin, static_cast<int>(end - begin), rows, seen, block, state);
 
   // Hidden keys weigh 0, and their values may be infinite or NaN.
   KeyValueBlock<FloatProduct> odd;
@@ -259,7 +356,7 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
   odd.end = begin + seen.end;
   odd.odd_count = 0;
   Strips values = strips_of(a, a.value, a.value_dim, b, kv_head, first, count, scratch.values);
-  if (!seen.full) {
+  if (!all) {
     odd.values = value_operand(a, b, kv_head, first, count, scratch.values);
     scrub_values(a, b, kv_head, scratch.strip, scratch.values, odd);
     if (odd.odd_count)
@@ -271,8 +368,8 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
   with_source(values, [&](auto source, auto data) INLINE_LAMBDA {
     for_rows(rows.count, [&](int r, auto together) INLINE_LAMBDA {
       add_rows<decltype(source), decltype(together)::count>(
-          data, values.stride, block.scores + seen.begin * kTile + r, a.value_dim, count, next_keys,
-          state.decay + r, part.out + r * part.out_stride, part.out_stride);
+          data, values.stride, scores + r, width, a.value_dim, count, next_keys, state.decay + r,
+          part.out + r * part.out_stride, part.out_stride);
     });
   });
   if (odd.odd_count) {
@@ -294,7 +391,8 @@ void decode(const ForwardArgs& a, const WorkItem& item, int64_t chunk, void* mem
   TileRows& rows = *scratch.rows;
   place_rows(a, item, item.first_row, rows);
   const float sign = a.scale < 0 ? -1.0f : 1.0f;
-  for (int64_t x = 0; x < kTile * scratch.query_stride; ++x) scratch.queries[x] = 0.0f;
+  const int64_t padded = round_up(rows.count, 4);
+  for (int64_t x = 0; x < padded * scratch.query_stride; ++x) scratch.queries[x] = 0.0f;
   for (int r = 0; r < rows.count; ++r) {
     float* query = scratch.queries + r * scratch.query_stride;
     read_floats(a.dtype, a.query.data, offset_of(a.query.strides, b, rows.head[r], rows.query[r]),
@@ -304,16 +402,17 @@ void decode(const ForwardArgs& a, const WorkItem& item, int64_t chunk, void* mem
   // Lanes without a row are computed too: on zeros.
   for (int x = 0; x < kKeyBlock * kTile; ++x) scratch.block.scores[x] = 0.0f;
   begin_rows(*part.state);
-  const int64_t padded = round_up(rows.count, 4);
   for (int64_t x = 0; x < padded * part.out_stride; ++x) part.out[x] = 0.0f;
 
   const Columns columns = columns_of(a, b, rows);
   const int64_t chunk_end = (chunk + 1) * kChunkKeys;
   const int64_t stop = chunk_end < columns.end ? chunk_end : columns.end;
+  int width = kTile;
   for (int64_t begin = next_block(columns, chunk * kChunkKeys); begin < stop;
        begin = next_block(columns, begin + kKeyBlock))
     decode_block(a, b, kv_head, begin, begin + kKeyBlock < stop ? begin + kKeyBlock : stop,
-                 scratch, part);
+                 scratch, part, width);
+  unfold_rows(width, *part.state);
 }
 
 // Joins the parts of all chunks into the first, and writes the rows.

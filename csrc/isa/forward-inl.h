@@ -61,10 +61,11 @@ NOINLINE void scrub_values(const ForwardArgs& a, int64_t b, int64_t kv_head, flo
   block.is_scrubbed = true;
   const int count = static_cast<int>(block.end - block.begin);
   for (int k = 0; k < count; ++k) {
-    read_floats(a.dtype, a.value.data,
-                offset_of(a.value.strides, b, kv_head, block.begin + k), a.value.strides[3],
-                a.value_dim, strip);
-    if (all_finite(strip, a.value_dim)) continue;
+    const int64_t offset = offset_of(a.value.strides, b, kv_head, block.begin + k);
+    const bool together = a.value.strides[3] == 1;
+    if (together && all_finite(a.dtype, a.value.data, offset, a.value_dim)) continue;
+    read_floats(a.dtype, a.value.data, offset, a.value.strides[3], a.value_dim, strip);
+    if (!together && all_finite(strip, a.value_dim)) continue;
     if (block.odd_count == 0) block.values = copied(block.values, a.value_dim, count, copy);
     block.odd[block.odd_count++] = static_cast<uint8_t>(k);
     for (int64_t d = 0; d < a.value_dim; ++d)
