@@ -86,4 +86,30 @@ struct WorkItem {
   int64_t batch, first_head, heads, first_row;
 };
 
+// The columns that some row of a tile may see: [0, keep) and [low, end).
+struct Columns {
+  int64_t keep, low, end;
+};
+
+// Weights formed again from lse, and summed over bins of query rows.
+struct SweepArgs {
+  ForwardArgs call;      // its logits; no values, output, sinks or statistics
+  const float* lse;      // [B, H, Lq], natural log, sinks included
+  const int64_t* edges;  // [bins + 1], ascending: bin i has the rows from edges[i] to edges[i + 1]
+  int64_t bins;
+  float *sums, *peaks;   // [B, H, bins, Lk]; peaks null where not asked for
+  // What the mask lets in, for the batch rows and heads that it tells apart, all or one.
+  int64_t mask_batch, mask_heads;
+  int64_t* viewers;      // [mask_batch, mask_heads, bins, Lk]: rows of a bin that see the key
+  uint8_t* seeing;       // [mask_batch, mask_heads, Lq]: set to 1 for rows that see some key
+  // How the work is cut, on which no result depends.
+  int64_t first_tile, tiles, tiles_per_group, keys_per_item;
+  Columns* columns;      // [mask_batch, mask_heads, tiles]
+};
+
+// Keys of one head, from first_key on.
+struct SweepItem {
+  int64_t batch, head, first_key;
+};
+
 }  // namespace multihead

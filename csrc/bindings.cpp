@@ -10,6 +10,7 @@
 #include <array>
 #include <new>
 #include <optional>
+#include <vector>
 
 #include "dispatch.h"
 
@@ -119,6 +120,41 @@ void call(Dtype dtype, const std::array<int64_t, 7>& sizes, int64_t query,
   forward(args, threads);
 }
 
+void sweep_call(Dtype dtype, const std::array<int64_t, 6>& sizes, const View& query,
+                const View& key, double scale, double softcap, int64_t slopes,
+                std::optional<View> bias, Dtype bias_dtype, const Mask& mask, int64_t lse,
+                const std::vector<int64_t>& edges, int64_t sums, int64_t peaks,
+                const std::array<int64_t, 2>& mask_shape, int64_t viewers, int64_t seeing,
+                int threads) {
+  SweepArgs args{};
+  args.call.dtype = dtype;
+  args.call.batch = sizes[0];
+  args.call.heads = sizes[1];
+  args.call.kv_heads = sizes[2];
+  args.call.query_length = sizes[3];
+  args.call.key_length = sizes[4];
+  args.call.head_dim = sizes[5];
+  args.call.query = tensor(query);
+  args.call.key = tensor(key);
+  args.call.scale = scale;
+  args.call.softcap = softcap;
+  args.call.slopes = pointer<const float>(slopes);
+  args.call.bias = tensor(bias);
+  args.call.bias_dtype = bias_dtype;
+  args.call.mask = mask;
+  args.lse = pointer<const float>(lse);
+  args.edges = edges.data();
+  args.bins = static_cast<int64_t>(edges.size()) - 1;
+  args.sums = pointer<float>(sums);
+  args.peaks = pointer<float>(peaks);
+  args.mask_batch = mask_shape[0];
+  args.mask_heads = mask_shape[1];
+  args.viewers = pointer<int64_t>(viewers);
+  args.seeing = pointer<uint8_t>(seeing);
+  nb::gil_scoped_release released;
+  sweep(args, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -138,6 +174,9 @@ NB_MODULE(_native, m) {
         "key_strides"_a, "value"_a, "value_strides"_a, "out"_a, "out_strides"_a, "scale"_a,
         "softcap"_a, "sinks"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a, "mask"_a,
         "statistics"_a, "map"_a, "threads"_a);
+  m.def("sweep", sweep_call, nb::kw_only(), "dtype"_a, "sizes"_a, "query"_a, "key"_a, "scale"_a,
+        "softcap"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a, "mask"_a, "lse"_a, "edges"_a,
+        "sums"_a, "peaks"_a, "mask_shape"_a, "viewers"_a, "seeing"_a, "threads"_a);
   m.def("instruction_sets", instruction_sets);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
   m.def("decodes", decodes, "heads"_a, "kv_heads"_a, "query_length"_a);

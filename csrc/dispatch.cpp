@@ -289,6 +289,44 @@ void forward(const ForwardArgs& args, int threads) {
     prefill(args, entry, threads);
 }
 
+void sweep(SweepArgs args, int threads) {
+  const ForwardArgs& a = args.call;
+  const int64_t heads = a.batch * a.heads, rows = args.edges[args.bins] - args.edges[0];
+  if (heads * a.key_length * rows == 0) return;
+  const Unit& unit = *entry_for(a.dtype).unit;
+  const int64_t tile = unit.tile_rows, block = unit.sweeper.block_keys;
+  args.first_tile = args.edges[0] / tile;
+  args.tiles = (args.edges[args.bins] + tile - 1) / tile - args.first_tile;
+  // Queries and rows of a group stay in the second-level cache while all keys of the item pass.
+  args.tiles_per_group = std::min<int64_t>(args.tiles, 16);
+  args.call.tiles_per_item = args.tiles_per_group;
+  const double work = double(heads) * rows * visible_keys(a) * a.head_dim;
+  threads = worth_threads(work, kMultiplyAdds, threads);
+  // Queries are packed once an item: long items save that, and every thread should get several.
+  constexpr int64_t kLeastKeys = 512, kMostKeys = 4096;
+  const int64_t fair = heads * a.key_length / (8 * threads);
+  const int64_t keys = std::min(std::max(kLeastKeys, std::min(kMostKeys, fair)), a.key_length);
+  args.keys_per_item = (keys + block - 1) / block * block;
+
+  const int64_t mask_rows = args.mask_batch * args.mask_heads;
+  std::vector<Columns> columns(size_t(mask_rows * args.tiles));
+  args.columns = columns.data();
+  for_each_item(mask_rows, int(std::min<int64_t>(threads, mask_rows)), [&](int64_t n, int) {
+    for (int64_t i = 0; i < args.tiles; ++i)
+      unit.sweeper.place(args, n / args.mask_heads, n % args.mask_heads, i);
+  });
+
+  const int64_t parts = (a.key_length + args.keys_per_item - 1) / args.keys_per_item;
+  threads = int(std::min<int64_t>(threads, heads * parts));
+  const Workspace scratch(unit.sweeper.scratch_bytes(args), threads);
+  for_each_item(heads * parts, threads, [&](int64_t n, int thread) {
+    // The first keys, which most rows see under a causal mask, first, of all heads.
+    const int64_t head = n % heads;
+    unit.sweeper.sweep(args, {head / a.heads, head % a.heads, n / heads * args.keys_per_item},
+                       scratch.of(thread));
+  });
+}
+
 double peak(const std::string& kind, int threads) {
   Instruction instruction;
   if (kind == "fma")

@@ -32,6 +32,10 @@ std::string instruction_set_for(Dtype dtype);
 // Runs the call on at most `threads` threads. The same bits come out for any number of them.
 void forward(const ForwardArgs& args, int threads);
 
+// Fills sums, peaks, viewers and seeing; the fields of how the work is cut are set here. The same
+// bits come out for any number of threads and for a bin among any others.
+void sweep(SweepArgs args, int threads);
+
 // GF/s of "fma" (float32), "dpbf16" or "amx" (bfloat16) on `threads` threads; NaN where the
 // processor lacks it.
 // Throws std::invalid_argument for another kind.

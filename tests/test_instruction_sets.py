@@ -6,7 +6,6 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,24 +35,6 @@ def _expected_sets() -> list[str]:
         "avx512_amx": {"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"},
     }
     return [name for name, needed in needs.items() if needed <= flags]
-
-
-@functools.cache
-def _sets() -> list[str]:
-    return native.instruction_sets()
-
-
-@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each set in turn; the choice is undone afterwards."""
-    require("native")
-    name = str(request.param)
-    if name not in _sets():
-        pytest.skip(f"this processor does not run {name}")
-    native.use_instruction_set(name)
-    yield name
-    native.use_instruction_set(None)
-    native.use_decoder(True)
 
 
 def test_every_set_of_the_processor_is_there() -> None:
@@ -104,7 +85,7 @@ def test_an_unknown_set_is_refused() -> None:
 def test_tiles_that_the_kernel_refuses_are_not_used() -> None:
     """Linux refuses them where a signal stack has no room for their 8 KiB."""
     require("native")
-    if "avx512_amx" not in _sets():
+    if "avx512_amx" not in native.instruction_sets():
         pytest.skip("this processor does not run avx512_amx")
     program = (
         "import ctypes, torch\n"

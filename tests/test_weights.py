@@ -11,55 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import multihead as mh
 from cases import CASES, Case
 from close import assert_close
+from matrix import dense, exact_lse
 from multihead.ops import sweep as sweep_module
+from multihead.ops.backends import native
 from multihead.ops.cells import visible_at
 from multihead.ops.diagonal import weights_along
 from multihead.ops.pooling import Bins, bin_edges
 from multihead.ops.problem import describe_logits
 from multihead.ops.sweep import visible_keys
 from multihead.ops.weights import top_keys, weights_at
+from requires import require
 
 BINS = 5
-
-
-def dense(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every stage of the whole matrix, in plain torch operations of `dtype`.
-
-    Weights are made from lse, as the pieces are, and from the same lse in every dtype: how exact
-    the forward pass' lse is stands in other tests.
-    """
-    query, key, _ = (x.to(dtype) for x in case.tensors(torch.float32))
-    options = case.options(torch.float32)
-    shape = (case.batch, case.heads, case.query_length, case.key_length)
-    visible = torch.ones(shape, dtype=torch.bool)
-    if case.mask is not None:
-        visible = case.mask.to_dense(*shape[2:]).expand(shape)
-    key = key.repeat_interleave(case.heads // case.kv_heads, dim=1)
-    scale = case.head_dim**-0.5 if options["scale"] is None else options["scale"]
-    scores = query @ key.mT * scale
-    capped = scores if case.softcap is None else case.softcap * torch.tanh(scores / case.softcap)
-    bias = options["bias"]
-    if isinstance(bias, mh.ALiBi):
-        rows = torch.arange(case.query_length) + case.key_length - case.query_length
-        distance = (rows[:, None] - torch.arange(case.key_length)).abs()
-        bias = -bias.slopes[:, None, None] * distance
-    biased = capped if bias is None else capped + bias.to(dtype)
-    if bias is not None:
-        visible = visible & (bias != -torch.inf)
-    lse = exact_lse(case).to(dtype)[..., None]
-    weights = torch.exp(biased - lse).masked_fill(~visible, 0.0)
-    return {
-        "scores": scores, "capped": capped, "biased": biased, "softmax": weights,
-        "visible": visible,
-    }  # fmt: skip
-
-
-def exact_lse(case: Case) -> torch.Tensor:
-    """The definition's, in float64, rounded to float32."""
-    tensors = case.tensors(torch.float64)
-    return mh.attention_with_stats(
-        *tensors, stats=("lse",), backend="reference", **case.options(torch.float64)
-    ).lse.float()
 
 
 def call(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, object]]:
@@ -124,13 +87,21 @@ def test_rectangles_at_every_stage(case: Case) -> None:
     assert not whole[~expected["visible"]].any()
 
 
+@pytest.mark.parametrize("extension", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("case", SWEPT, ids=lambda case: case.name)
-def test_maps_and_received_attention(case: Case) -> None:
+def test_maps_and_received_attention(
+    case: Case, extension: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if extension:
+        require("native")
+    else:
+        monkeypatch.setattr(native, "_native", None)
     check_sweep(case)
 
 
 @pytest.mark.parametrize("case", CELLS, ids=lambda case: case.name)
 def test_a_sweep_in_small_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_native", None)
     if case.query_length < 100:
         monkeypatch.setattr(sweep_module, "BLOCK_ROWS", 3)
         monkeypatch.setattr(sweep_module, "BLOCK_ELEMENTS", 40)

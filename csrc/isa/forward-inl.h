@@ -123,11 +123,8 @@ INLINE void attend(const ForwardArgs& a, int64_t b, int64_t kv_head, KeyValueBlo
   Visibility seen =
       look(a, b, tile.rows, block.begin, block.end, scratch.block.bits, scratch.block.bias);
   if (seen.hidden) return;
-  // Whole register blocks: keys before the first or after the last visible one cost less than a
-  // shorter product, and the order of each sum stays the one of the absolute column.
   const int count = static_cast<int>(block.end - block.begin);
-  seen.begin -= seen.begin % kBlockRows;
-  seen.end = lower(static_cast<int>(round_up(seen.end, kBlockRows)), count);
+  take_whole_rows(seen, count);
   const int begin = seen.begin, end = seen.end;
   float* scores = scratch.block.scores;
 
@@ -175,9 +172,7 @@ INLINE Columns columns_of(const ForwardArgs& a, int64_t b, const Tile<Product>* 
     if (columns.end > all.end) all.end = columns.end;
   }
   // Whole register blocks, where there are keys: the rows hide what they don't see.
-  const int64_t length = a.mask.key_lengths && a.mask.key_lengths[b] < a.key_length
-                             ? a.mask.key_lengths[b]
-                             : a.key_length;
+  const int64_t length = key_end(a, b);
   all.end = round_up(all.end, kBlockRows);
   if (all.end > length) all.end = length;
   return all;

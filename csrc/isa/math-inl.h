@@ -36,15 +36,8 @@ constexpr float kNoMaximum = -0x1.fffffep127f;
 constexpr float kLowestScore = -0x1.fffffcp127f;
 constexpr float kHidden = -__builtin_inff();
 
-// 2^(factor x) for factor x <= 0, relative error 2e-9 before rounding. Below 2^-125.5, for -inf
-// too, the result is exactly 0, which is what a hidden key must weigh; NaN stays NaN.
-INLINE Vec exp2(Vec x, Vec factor) {
-  // Where a float's unit is 1, a sum is rounded to an integer: the product is within 2^22, or so
-  // low that its power is 0. Taken from the product again, which a fused multiply-add has not
-  // rounded, the integer leaves the exact rest.
-  const Vec unit_is_one = set1(0x1.8p23f);
-  const Vec n = fma(x, factor, unit_is_one) - unit_is_one;
-  const Vec r = fms(x, factor, n);
+// 2^(n + r) for a whole n and |r| <= 0.5, relative error 2e-9 before rounding.
+INLINE Vec power_of_two(Vec n, Vec r) {
   Vec p = set1(1.535336196e-04f);
   p = fma(p, r, set1(1.339887502e-03f));
   p = fma(p, r, set1(9.618436918e-03f));
@@ -53,6 +46,33 @@ INLINE Vec exp2(Vec x, Vec factor) {
   p = fma(p, r, set1(6.931471825e-01f));
   p = fma(p, r, set1(1.0f));
   return scale_by_power(p, n);
+}
+
+// Where a float's unit is 1, a sum is rounded to an integer: the product is within 2^22, or so low
+// that its power is 0.
+INLINE Vec round_product(Vec x, Vec factor) {
+  const Vec unit_is_one = set1(0x1.8p23f);
+  return fma(x, factor, unit_is_one) - unit_is_one;
+}
+
+// 2^(factor x) for factor x <= 0. Below 2^-125.5, for -inf too, the result is exactly 0, which is
+// what a hidden key must weigh; NaN stays NaN.
+INLINE Vec exp2(Vec x, Vec factor) {
+  const Vec n = round_product(x, factor);
+  // Taken from the product again, which a fused multiply-add has not rounded, the integer leaves
+  // the exact rest.
+  return power_of_two(n, fms(x, factor, n));
+}
+
+// e^x in its last digit for large |x| too, where exp2(x, log2 e) would round log2 e: Cody and
+// Waite's two parts of ln 2, of which multiples of the first are exact. 0 and NaN as above; inf
+// from 88.7 on.
+INLINE Vec exp(Vec x) {
+  const Vec most = set1(88.7f), bounded = min(most, x);
+  const Vec n = round_product(bounded, set1(kLog2E));
+  const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), bounded));
+  const Vec e = power_of_two(n, r * set1(kLog2E));
+  return select(greater(x, most), set1(__builtin_inff()), e);
 }
 
 // Odd polynomial below 0.625 (relative error 4e-9), where 1 - 2 / (1 + e^2x) would cancel.

@@ -34,15 +34,11 @@ INLINE void place_keys(const ForwardArgs& a, int64_t b, int64_t begin, int count
 // Scores as logits where they are more than scaled products, -inf where hidden. Returns what turns
 // a difference of them into a power of two.
 INLINE float make_logits(const ForwardArgs& a, int64_t b, int64_t first_key, int count,
-                         const TileRows& rows, const Visibility& seen, const BlockScratch& block,
-                         RowState& state) {
+                         const TileRows& rows, const Visibility& seen, const BlockScratch& block) {
   float* scores = block.scores;
   const int begin = seen.begin, end = seen.end;
   float per_bit = kLog2E * size_of_scale(a);
   if (makes_logits(a)) {
-    if (a.statistics.max_qk)
-      raise_visible_maximum(scores, begin, end, seen.full ? nullptr : block.bits,
-                            state.max_product);
     if (a.softcap > 0)
       cap_scores(scores, begin, end, size_of_scale(a), static_cast<float>(a.softcap));
     else
@@ -61,9 +57,11 @@ INLINE float make_logits(const ForwardArgs& a, int64_t b, int64_t first_key, int
 INLINE void weigh_block(const ForwardArgs& a, int64_t b, int64_t first_key, int count,
                         const TileRows& rows, const Visibility& seen, const BlockScratch& block,
                         RowState& state) {
-  const float per_bit = make_logits(a, b, first_key, count, rows, seen, block, state);
   float* scores = block.scores;
   const int begin = seen.begin, end = seen.end;
+  if (makes_logits(a) && a.statistics.max_qk)
+    raise_visible_maximum(scores, begin, end, seen.full ? nullptr : block.bits, state.max_product);
+  const float per_bit = make_logits(a, b, first_key, count, rows, seen, block);
 
   float old_max[kTile];
   __builtin_memcpy(old_max, state.max, sizeof old_max);
@@ -84,15 +82,21 @@ INLINE void weigh_block(const ForwardArgs& a, int64_t b, int64_t first_key, int 
   }
 }
 
-// The columns that some row may see: [0, keep) and [low, end).
-struct Columns {
-  int64_t keep, low, end;
-};
+// Whole register blocks: keys before the first or after the last visible one cost less than a
+// shorter product, and the order of each sum stays the one of the absolute column.
+INLINE void take_whole_rows(Visibility& seen, int count) {
+  seen.begin -= seen.begin % kBlockRows;
+  seen.end = lower(static_cast<int>(round_up(seen.end, kBlockRows)), count);
+}
+
+// The keys that exist for a batch row.
+INLINE int64_t key_end(const ForwardArgs& a, int64_t b) {
+  return a.mask.key_lengths && a.mask.key_lengths[b] < a.key_length ? a.mask.key_lengths[b]
+                                                                    : a.key_length;
+}
 
 INLINE Columns columns_of(const ForwardArgs& a, int64_t b, const TileRows& rows) {
-  const int64_t length = a.mask.key_lengths && a.mask.key_lengths[b] < a.key_length
-                             ? a.mask.key_lengths[b]
-                             : a.key_length;
+  const int64_t length = key_end(a, b);
   if (a.mask.key_positions.data) return {length, 0, length};
   Columns columns = a.mask.ranges ? Columns{0, rows.range_begin, rows.range_end}
                                   : Columns{rows.keep_max, rows.low_min, rows.end_max};

@@ -45,6 +45,9 @@
 #if defined(MULTIHEAD_NARROW) && !defined(MULTIHEAD_PAIRS)
 #include "decode-inl.h"
 #endif
+#ifndef MULTIHEAD_NARROW
+#include "sweep-inl.h"
+#endif
 #include "peak-inl.h"
 
 namespace multihead {
@@ -52,26 +55,38 @@ namespace multihead {
 namespace {
 
 constexpr Pooler kPooler = {item_pool_bytes, finish_map};
+#if defined(MULTIHEAD_NARROW) && !defined(MULTIHEAD_PAIRS)
+constexpr Decoder kDecoder = {kChunkKeys, decode_scratch_bytes, part_bytes, decode, finish_decode};
+#else
+constexpr Decoder kDecoder = {};
+#endif
+#if defined(MULTIHEAD_NARROW)
+constexpr Sweeper kSweeper = {};
+#elif defined(MULTIHEAD_TILES)
+constexpr Sweeper kSweeper = {kKeyBlock, sweep_scratch_bytes<TileProduct>, place_columns,
+                              sweep_in_tiles};
+#elif defined(MULTIHEAD_PAIRS)
+constexpr Sweeper kSweeper = {kKeyBlock, sweep_scratch_bytes<PairProduct>, place_columns,
+                              sweep<PairProduct>};
+#else
+constexpr Sweeper kSweeper = {kKeyBlock, sweep_scratch_bytes<FloatProduct>, place_columns,
+                              sweep<FloatProduct>};
+#endif
 
 }  // namespace
 
 #if defined(MULTIHEAD_TILES)
 extern const Unit MULTIHEAD_UNIT = {
-    kTile, scratch_bytes<TileProduct>, forward_in_tiles, kPooler, Instruction::tdpbf16,
-    peak_of_tiles, {}};
+    kTile, scratch_bytes<TileProduct>, forward_in_tiles, Instruction::tdpbf16, peak_of_tiles,
+    kPooler, kDecoder, kSweeper};
 #elif defined(MULTIHEAD_PAIRS)
 extern const Unit MULTIHEAD_UNIT = {
-    kTile, scratch_bytes<PairProduct>, forward<PairProduct>, kPooler, Instruction::dpbf16,
-    peak<PairProduct>, {}};
+    kTile, scratch_bytes<PairProduct>, forward<PairProduct>, Instruction::dpbf16,
+    peak<PairProduct>, kPooler, kDecoder, kSweeper};
 #else
 extern const Unit MULTIHEAD_UNIT = {
-    kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>, kPooler, Instruction::fma,
-    peak<FloatProduct>,
-#ifdef MULTIHEAD_NARROW
-    {kChunkKeys, decode_scratch_bytes, part_bytes, decode, finish_decode}};
-#else
-    {}};
-#endif
+    kTile, scratch_bytes<FloatProduct>, forward<FloatProduct>, Instruction::fma,
+    peak<FloatProduct>, kPooler, kDecoder, kSweeper};
 #endif
 
 }  // namespace multihead

@@ -26,14 +26,23 @@ struct Pooler {
   void (*finish)(const ForwardArgs&, int64_t batch, int64_t head, void* pools, int64_t items);
 };
 
+// The second pass over all pairs: an item takes all rows through some keys of one head.
+struct Sweeper {
+  int64_t block_keys;
+  size_t (*scratch_bytes)(const SweepArgs&);  // per thread
+  void (*place)(const SweepArgs&, int64_t batch, int64_t head, int64_t tile);  // fills `columns`
+  void (*sweep)(const SweepArgs&, const SweepItem&, void* scratch);
+};
+
 struct Unit {
   int tile_rows;                                          // rows in one tile
   size_t (*scratch_bytes)(const ForwardArgs&);            // per thread
   void (*forward)(const ForwardArgs&, const WorkItem&, void* scratch, void* item_pool);
-  Pooler pooler;
   Instruction instruction;       // all but fma take bfloat16 alone
   double (*peak)(int64_t steps); // runs the instruction, returns how many operations
+  Pooler pooler;
   Decoder decoder;               // of the narrow fma units alone, for every dtype
+  Sweeper sweeper;               // of the wide units alone
 };
 
 }  // namespace multihead

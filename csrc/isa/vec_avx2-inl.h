@@ -23,6 +23,7 @@ INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm256_fmsub_ps(a, b, c); }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 INLINE Vec abs(Vec a) { return _mm256_andnot_ps(set1(-0.0f), a); }
 
 INLINE LaneMask equal(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
@@ -55,6 +56,16 @@ INLINE Vec sums_of(const Vec x[8]) {
   const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
   const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
   return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
+// Lane i is the largest of the numbers in x[i].
+INLINE Vec largest_of(const Vec x[8]) {
+  const auto four = [](const Vec* v) INLINE_LAMBDA {
+    const Vec a = max(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
+    const Vec b = max(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
+    return max(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  };
+  const Vec a = four(x), b = four(x + 4);
+  return max(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
 // Lane j of x[i] and lane i of x[j] change places.

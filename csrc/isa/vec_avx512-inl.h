@@ -34,6 +34,7 @@ INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 INLINE Vec abs(Vec a) { return _mm512_abs_ps(a); }
 
 INLINE LaneMask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -58,21 +59,32 @@ INLINE Vec widen_float16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// Lane i is the sum of the numbers in x[i].
-INLINE Vec sums_of(const Vec x[16]) {
+// Lane i is what join(., .) makes of the numbers in x[i].
+template <class Join>
+INLINE Vec folded(const Vec x[16], Join join) {
   Vec y[8], z[4];
   UNROLL for (int i = 0; i < 8; ++i)
-    y[i] = _mm512_shuffle_f32x4(x[i], x[i + 8], 0x44) + _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee);
+    y[i] = join(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44),
+                _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
   // The lower half of y[i] has what is left of x[i], the upper half of x[i + 8].
   UNROLL for (int i = 0; i < 4; ++i)
-    z[i] = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88) + _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd);
+    z[i] = join(_mm512_shuffle_f32x4(y[i], y[i + 4], 0x88),
+                _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd));
   // z[i] has x[i], x[i + 8], x[i + 4], x[i + 12] in its quarters.
-  const Vec a = _mm512_unpacklo_ps(z[0], z[1]) + _mm512_unpackhi_ps(z[0], z[1]);
-  const Vec b = _mm512_unpacklo_ps(z[2], z[3]) + _mm512_unpackhi_ps(z[2], z[3]);
+  const Vec a = join(_mm512_unpacklo_ps(z[0], z[1]), _mm512_unpackhi_ps(z[0], z[1]));
+  const Vec b = join(_mm512_unpacklo_ps(z[2], z[3]), _mm512_unpackhi_ps(z[2], z[3]));
   const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
-  const Vec sums = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) +
-                   _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
-  return _mm512_shuffle_f32x4(sums, sums, 0xd8);
+  const Vec all = join(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+  return _mm512_shuffle_f32x4(all, all, 0xd8);
+}
+
+// Lane i is the sum, or the largest, of the numbers in x[i].
+INLINE Vec sums_of(const Vec x[16]) {
+  return folded(x, [](Vec a, Vec b) INLINE_LAMBDA { return a + b; });
+}
+INLINE Vec largest_of(const Vec x[16]) {
+  return folded(x, [](Vec a, Vec b) INLINE_LAMBDA { return max(a, b); });
 }
 
 // Lane j of x[i] and lane i of x[j] change places.

@@ -27,6 +27,7 @@ INLINE Vec fms(Vec a, Vec b, Vec c) { return a * b - c; }
 
 // The second operand where either is NaN.
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 INLINE Vec abs(Vec a) { return (Vec)((IntVec)a & 0x7fffffff); }
 
 INLINE LaneMask equal(Vec a, Vec b) { return a == b; }
@@ -62,6 +63,12 @@ INLINE Vec widen_bfloat16(const uint16_t* p) {
 INLINE Vec sums_of(const Vec x[4]) {
   const auto sum = [](Vec v) INLINE_LAMBDA { return (v[0] + v[2]) + (v[1] + v[3]); };
   return Vec{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])};
+}
+// Lane i is the largest of the numbers in x[i].
+INLINE Vec largest_of(const Vec x[4]) {
+  const auto most = [](float a, float b) INLINE_LAMBDA { return a > b ? a : b; };
+  const auto top = [most](Vec v) INLINE_LAMBDA { return most(most(v[0], v[2]), most(v[1], v[3])); };
+  return Vec{top(x[0]), top(x[1]), top(x[2]), top(x[3])};
 }
 
 // Lane j of x[i] and lane i of x[j] change places.

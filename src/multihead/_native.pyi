@@ -57,6 +57,27 @@ def forward(
     map: tuple[int, ...],
     threads: int,
 ) -> None: ...
+def sweep(
+    *,
+    dtype: Dtype,
+    sizes: tuple[int, int, int, int, int, int],
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    scale: float,
+    softcap: float,
+    slopes: int,
+    bias: tuple[int, ...] | None,
+    bias_dtype: Dtype,
+    mask: Mask,
+    lse: int,
+    edges: list[int],
+    sums: int,
+    peaks: int,
+    mask_shape: tuple[int, int],
+    viewers: int,
+    seeing: int,
+    threads: int,
+) -> None: ...
 def instruction_sets() -> list[str]: ...
 def use_instruction_set(name: str) -> None: ...
 def decodes(heads: int, kv_heads: int, query_length: int) -> bool: ...

@@ -51,7 +51,7 @@ def rectangle(call: Logits, rows: slice, columns: slice) -> Rectangle:
     """The logits of `rows` x `columns`; every step in the compute dtype."""
     query = call.query[:, :, rows].to(call.compute_dtype)
     key = call.key[:, :, columns].to(call.compute_dtype)
-    qk = grouped_matmul(query, key.transpose(-1, -2)) * call.scale
+    qk = grouped_matmul(query, key.transpose(-1, -2)).mul_(call.scale)
     capped = qk if call.softcap is None else call.softcap * torch.tanh(qk / call.softcap)
     parts = call.parts
     visible = None if parts.hides_nothing else parts.visible(rows, columns)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..masks import common_size
+from .backends import native
 from .problem import ALiBi, Logits
 from .scores import bias_rectangle, distances, full_precision
 
@@ -50,11 +51,27 @@ def sweep(
     """Sum the exact softmax weights over bins of query rows, `edges[i]` to `edges[i + 1]`.
 
     `lse` [B, H, Lq] is the log-sum-exp of the forward pass, sinks included. Time is that of the
-    visible pairs; memory is one block of weights and a few [B, H, Lk].
+    visible pairs; memory is one block of weights and a few [B, H, Lk]. The native kernels serve
+    where they can, torch operations elsewhere.
     """
+    one_pass = _torch_bins if native.reasons(call) else _native_bins
+    return one_pass(call, lse, edges, peaks)
+
+
+def _native_bins(call: Logits, lse: Tensor, edges: Sequence[int], peaks: bool) -> Iterator[RowBins]:
+    mask_bh = mask_shape(call)
+    for bins in _bins_together(call, edges, call.query_length):
+        part = edges[bins.start : bins.stop + 1]
+        sums, highest, viewers, seeing = native.sweep(call, lse, part, mask_bh, peaks=peaks)
+        sizes = [stop - begin for begin, stop in itertools.pairwise(part)]
+        live = _by_bin(seeing[..., None], sizes, torch.sum)[..., 0]
+        yield RowBins(bins, sums, highest, viewers, live)
+
+
+def _torch_bins(call: Logits, lse: Tensor, edges: Sequence[int], peaks: bool) -> Iterator[RowBins]:
     lse_bhq = finite_where_empty(lse.detach().to(call.compute_dtype))
     mask_bh = mask_shape(call)
-    for bins in _bins_together(call, edges):
+    for bins in _bins_together(call, edges, BLOCK_ROWS):
         sizes = [edges[i + 1] - edges[i] for i in range(bins.start, bins.stop)]
         shape_bhrk = (call.batch, call.heads, len(sizes), call.key_length)
         sums = torch.zeros(shape_bhrk, dtype=call.compute_dtype, device=call.query.device)
@@ -168,14 +185,14 @@ def _seen_by_all(call: Logits, rows: slice) -> tuple[int, int]:
     return 0, 0
 
 
-def _bins_together(call: Logits, edges: Sequence[int]) -> Iterator[slice]:
-    """Bins whose rows are swept as one block: as many as its rows and the buffers allow."""
+def _bins_together(call: Logits, edges: Sequence[int], rows: int) -> Iterator[slice]:
+    """Bins that are swept at once: as many as `rows` hold, or one, and the buffers allow."""
     per_bin = max(1, call.batch * call.heads * call.key_length)
     most = max(1, _BUFFER_ELEMENTS // per_bin)
     begin, count = 0, len(edges) - 1
     while begin < count:
         stop = begin + 1
-        while stop < count and stop - begin < most and edges[stop + 1] - edges[begin] <= BLOCK_ROWS:
+        while stop < count and stop - begin < most and edges[stop + 1] - edges[begin] <= rows:
             stop += 1
         yield slice(begin, stop)
         begin = stop

@@ -21,7 +21,7 @@ from .cells import cells_at, visible_at
 from .pooling import Bins, bin_edges, lift, uniform_mass
 from .problem import ALiBi, Logits, checked_bins, describe_logits
 from .scores import Rectangle, rectangle
-from .sweep import BLOCK_ROWS, finite_where_empty, mask_shape, sweep
+from .sweep import finite_where_empty, mask_shape, sweep
 
 Stage = Literal["scores", "capped", "biased", "softmax"]
 Pool = Literal["mass", "peak", "lift"]
@@ -135,7 +135,7 @@ def received_attention(
     shape = (call.batch, call.heads, call.key_length)
     received = torch.zeros(shape, dtype=call.compute_dtype, device=query.device)
     viewers = torch.zeros((*mask_shape(call), shape[2]), dtype=torch.long, device=query.device)
-    for part in sweep(call, lse, bin_edges(call.query_length, -(-call.query_length // BLOCK_ROWS))):
+    for part in sweep(call, lse, bin_edges(call.query_length, 1)):
         received += part.sums.sum(-2)
         viewers += part.viewers.sum(-2)
     return received, received / viewers
@@ -144,8 +144,10 @@ def received_attention(
 def weights_at(call: Logits, lse: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """`attention_weights` of a checked call, with index tensors: [B, H, rows, columns]."""
     cells = rectangle_at(call, rows, columns)
-    lse_bhq = finite_where_empty(lse.detach().to(call.compute_dtype))[:, :, rows, None]
-    return cells.hide(torch.exp(cells.logits - lse_bhq))
+    lse_bhq = finite_where_empty(lse.detach()[:, :, rows, None].to(call.compute_dtype))
+    # In place: the fresh pages of many heads' tiles cost more than the arithmetic.
+    weights = cells.biased.detach().sub_(lse_bhq).exp_()
+    return weights if cells.visible is None else weights.masked_fill_(~cells.visible, 0.0)
 
 
 def top_keys(call: Logits, lse: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +159,7 @@ def top_keys(call: Logits, lse: Tensor, rows: Tensor, count: int) -> tuple[Tenso
     cells = rectangle_at(call, rows, torch.arange(call.key_length, device=rows.device))
     logits = cells.logits
     values, columns = logits.topk(min(count, call.key_length), dim=-1)
-    lse_bhq = finite_where_empty(lse.detach().to(call.compute_dtype))[:, :, rows, None]
+    lse_bhq = finite_where_empty(lse.detach()[:, :, rows, None].to(call.compute_dtype))
     weights = cells.hide(torch.exp(logits - lse_bhq))
     hidden = values == -torch.inf
     strongest = weights.gather(-1, columns).masked_fill(hidden, 0.0)

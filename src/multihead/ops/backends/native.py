@@ -7,6 +7,7 @@ Shape suffixes: b batch, h head, q query, k key, d width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ...errors import BackendError
 from ...masks import MaskParts
-from ..problem import ALiBi, Problem
+from ..problem import ALiBi, Logits, Problem
 
 _native: ModuleType | None
 try:
@@ -45,7 +46,7 @@ _NO_STATISTICS = (0,) * len(_STATISTICS)
 _NO_MAP = (0, 0, 0)
 
 
-def reasons(problem: Problem) -> list[str]:
+def reasons(problem: Logits) -> list[str]:
     """Why the kernels can't serve: not built, another device, another dtype."""
     found = []
     if _native is None:
@@ -130,6 +131,67 @@ def launch(
     except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
         raise BackendError(f"{error}.") from None
     return out, statistics
+
+
+def sweep(
+    call: Logits, lse: Tensor, edges: Sequence[int], mask_shape: tuple[int, int], *, peaks: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The weights e^(logit - lse) of the rows from `edges[0]` to `edges[-1]`, summed over bins.
+
+    `lse` is a float tensor [B, H, Lq]; bin i has the rows from `edges[i]` up to `edges[i + 1]`, of
+    which there is at least one; `mask_shape` (B|1, H|1) says which samples and heads the mask
+    tells apart. Returns
+
+    * the sums, float32 [B, H, bins, Lk], and the largest weights alike, or None without `peaks`
+    * how many rows of a bin see each key, int64 [B|1, H|1, bins, Lk]
+    * whether these rows see any key, bool [B|1, H|1, rows]
+
+    The bits depend neither on the number of threads nor on the other bins. Raises BackendError if
+    the extension is not built.
+    """
+    extension = _extension()
+    query, key = call.query.detach().resolve_neg(), call.key.detach().resolve_neg()
+    shape = (call.batch, call.heads, len(edges) - 1, call.key_length)
+    sums = query.new_empty(shape, dtype=torch.float32)
+    highest = torch.empty_like(sums) if peaks else None
+    viewers = query.new_zeros((*mask_shape, *shape[2:]), dtype=torch.int64)
+    seeing = query.new_zeros((*mask_shape, call.query_length), dtype=torch.bool)
+    bias = call.bias
+    # Held until the kernel returns, which only sees addresses.
+    lse = lse.detach().resolve_neg().float().contiguous()
+    slopes = _per_head(bias.slopes) if isinstance(bias, ALiBi) else None
+    bias = bias.detach().resolve_neg() if isinstance(bias, Tensor) else None
+    try:
+        extension.sweep(
+            dtype=_dtype(query.dtype),
+            sizes=(
+                call.batch,
+                call.heads,
+                call.kv_heads,
+                call.query_length,
+                call.key_length,
+                call.head_dim,
+            ),
+            query=(query.data_ptr(), *query.stride()),
+            key=(key.data_ptr(), *key.stride()),
+            scale=call.scale,
+            softcap=call.softcap or 0.0,
+            slopes=_address(slopes),
+            bias=_broadcast(bias),
+            bias_dtype=_dtype(torch.float32 if bias is None else bias.dtype),
+            mask=_mask(call.parts, call.batch, call.heads),
+            lse=lse.data_ptr(),
+            edges=list(edges),
+            sums=sums.data_ptr(),
+            peaks=_address(highest),
+            mask_shape=mask_shape,
+            viewers=viewers.data_ptr(),
+            seeing=seeing.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+    except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
+        raise BackendError(f"{error}.") from None
+    return sums, highest, viewers, seeing[..., edges[0] : edges[-1]]
 
 
 def is_built() -> bool:
