@@ -111,6 +111,7 @@ def test_calls_that_differ_in_one_thing_share_nothing() -> None:
         *(plain | {"mask": mask()} for mask in CLOSED.values()),
         plain | {"mask": mh.Window(1, 3, keep_first=2)},
         plain | {"mask": mh.Window(2, 1, keep_first=3)},
+        plain | {"mask": mh.Window(3, 1)},
         plain | {"mask": mh.Window(None, 2)},
         plain | {"mask": mh.Window(2, None)},
         plain | {"mask": mh.QueryStart(2)},
