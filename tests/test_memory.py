@@ -82,6 +82,48 @@ check("grouped queries, bias over keys")
 assert query.grad.isfinite().all() and bias.grad.isfinite().all()
 """
 
+EVERY_BACKWARD = """
+for tensor in (query, key, value):
+    tensor.requires_grad_()
+bias = torch.randn(1, 1, 1, N, requires_grad=True)
+slopes = torch.rand(H, requires_grad=True)
+variants = {
+    **{name: {"mask": mask} for name, mask in masks.items()},
+    "bias over keys": {"bias": bias},
+    "alibi": {"bias": mh.ALiBi(slopes), "mask": mh.Causal()},
+    "softcap and sinks": {"softcap": 5.0, "sinks": slopes, "mask": mh.Causal()},
+}
+for name, options in variants.items():
+    mh.attention(query, key[:, :2], value[:, :2], **options).sum().backward()
+    check(name)
+result = mh.attention_with_stats(query, key, value, mask=mh.Causal())
+(result.out.sum() + result.entropy.sum() + result.lse.sum()).backward()
+check("statistics")
+assert all(x.grad.isfinite().all() for x in (query, key, value, bias, slopes))
+"""
+
+LAYER = """
+layer = mh.MultiHeadAttention(64, 4, num_kv_heads=2)
+x = torch.randn(1, 4096, 64)  # a table of scores would be 256 MiB
+shown = torch.arange(4096)[None] >= 97
+start = peak()
+for training in (True, False):
+    layer.train(training)
+    for name, options in {
+        "nothing": {},
+        "causal": {"mask": mh.Causal()},
+        "padding": {"mask": mh.KeyPadding(shown)},
+        "a row of keys": {"mask": shown[None, None]},
+        "bias over keys": {"bias": torch.zeros(1, 4096)},
+    }.items():
+        with torch.no_grad():
+            layer(x, **options)
+            layer.forward_with_stats(x, stats=mh.STATISTICS, **options)
+        check(f"{name}, train={training}")
+layer(x, mask=mh.KeyPadding(shown)).sum().backward()
+check("backward")
+"""
+
 PIECES = """
 for name in ("documents", "a row of keys"):
     options = {"mask": masks[name]}
@@ -130,6 +172,17 @@ def test_attention_by_tensor_operations() -> None:
 @pytest.mark.slow
 def test_gradients() -> None:
     run(BACKWARD)
+
+
+@pytest.mark.proof
+def test_gradients_of_every_mask() -> None:
+    run(EVERY_BACKWARD)
+
+
+@pytest.mark.slow
+def test_a_layer() -> None:
+    """Users of torch's met the whole table in eval mode, and twice that with padding."""
+    run(LAYER)
 
 
 @pytest.mark.slow
