@@ -22,10 +22,11 @@ from multihead.ops.backends import native
 
 PLAIN = "plain"
 
-_STATISTICS = {
-    "lse": ("lse",),
-    "three-statistics": ("lse", "entropy", "max_logit"),
-    "row-statistics": STATISTICS,
+_GATHERED: dict[str, dict[str, Any]] = {
+    "lse": {"stats": ("lse",)},
+    "three-statistics": {"stats": ("lse", "entropy", "max_logit")},
+    "row-statistics": {"stats": STATISTICS},
+    "pooled-map": {"stats": (), "bins": 64},
 }
 _OPTIONS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "keys-bias": lambda case: {"bias": torch.linspace(-2, 2, case.keys).expand(1, 1, 1, -1)},
@@ -47,7 +48,7 @@ def rows(*, quick: bool) -> list[Row]:
         of_case(Case(name, dtype, length, length), measure_one)
         for dtype in dtypes
         for name, measure_one in (
-            *((name, partial(_statistics, stats)) for name, stats in _STATISTICS.items()),
+            *((name, partial(_gathered, asked)) for name, asked in _GATHERED.items()),
             *((name, partial(_option, name)) for name in _OPTIONS),
         )
     ]
@@ -55,11 +56,11 @@ def rows(*, quick: bool) -> list[Row]:
     return [*found, of_case(case, _avx2)]
 
 
-def _statistics(stats: tuple[str, ...], case: Case, setting: Setting) -> Entry:
+def _gathered(asked: dict[str, Any], case: Case, setting: Setting) -> Entry:
     query, key, value = case.inputs()
 
     def with_stats() -> Tensor:
-        result = attention_with_stats(query, key, value, stats=stats, backend="native")
+        result = attention_with_stats(query, key, value, backend="native", **asked)
         return cast(Tensor, result.out)
 
     plain = ours(query, key, value)
