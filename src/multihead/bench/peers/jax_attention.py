@@ -16,6 +16,8 @@ from multihead.bench.peers.shapes import no_large_table, only_full_or_causal
 NAME = "jax"
 PACKAGE = "jax"
 
+_BITS = {torch.float32: "int32", torch.bfloat16: "int16"}
+
 
 def contestant(case: Case, query: Tensor, key: Tensor, value: Tensor, threads: int) -> Contestant:
     """A jitted call on [B, L, H, D], the layout that the function takes."""
@@ -24,16 +26,25 @@ def contestant(case: Case, query: Tensor, key: Tensor, value: Tensor, threads: i
         raise Declined("has no float16 product on the CPU")
     no_large_table(case)
     jax = _on_the_cpu(threads)
-    arrays = [
-        jax.dlpack.from_dlpack(x.transpose(1, 2).clone(memory_format=torch.contiguous_format))
-        for x in (query, key, value)
-    ]
+    arrays = [_copy(jax, x.transpose(1, 2)) for x in (query, key, value)]
     attend = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal))
 
     def result() -> Tensor:
-        return torch.utils.dlpack.from_dlpack(attend(*arrays)).transpose(1, 2)
+        bits = jax.lax.bitcast_convert_type(attend(*arrays), _BITS[case.dtype])
+        return torch.from_numpy(jax.device_get(bits).copy()).view(case.dtype).transpose(1, 2)
 
     return Contestant(lambda: attend(*arrays).block_until_ready(), result)
+
+
+def _copy(jax: Any, tensor: Tensor) -> Any:
+    """The tensor's numbers in memory of jax's own, as bits, since NumPy has no bfloat16.
+
+    Memory lent by DLPack is given back on a thread of jax's, which then asks Python for its lock:
+    where Python is about to end, that aborts the process.
+    """
+    bits = tensor.contiguous().view(getattr(torch, _BITS[tensor.dtype])).numpy()
+    numbers = str(tensor.dtype).removeprefix("torch.")
+    return jax.lax.bitcast_convert_type(jax.numpy.array(bits), numbers).block_until_ready()
 
 
 def _on_the_cpu(threads: int) -> Any:
