@@ -195,6 +195,14 @@ def test_numpy_arrays_of_any_stride() -> None:
     assert np.array_equal(padded, mh.attention(values, values, values, mask=shown[None, None]))
 
 
+def test_zeros_that_have_no_memory() -> None:
+    """Autograd makes such tensors of gradients that are 0."""
+    zeros = torch._efficientzerotensor(1, 2, 3, 4)
+    key = torch.randn(1, 2, 3, 4)
+    assert torch.equal(mh.attention(zeros, key, key), mh.attention(torch.zeros_like(key), key, key))
+    assert torch.equal(mh.attention(key, zeros, zeros), torch.zeros_like(key))
+
+
 def test_lazily_negated_inputs() -> None:
     draw = torch.Generator().manual_seed(5)
     query, key, bias = (torch.randn(1, 2, 5, n, generator=draw) for n in (4, 4, 5))

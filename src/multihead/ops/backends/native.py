@@ -289,8 +289,10 @@ def _empty_statistics(
 
 
 def _written_out(tensor: Tensor) -> Tensor:
-    """A lazily negated view's memory holds the other sign."""
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
+    """As its memory says: a lazily negated view's holds the other sign, torch's zeros have none."""
+    if tensor.is_neg():
+        return tensor.resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def _address(tensor: Tensor | None) -> int:
