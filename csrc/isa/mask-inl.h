@@ -251,6 +251,8 @@ NOINLINE Visibility look(const ForwardArgs& a, int64_t b, const TileRows& rows,
     int32_t id_min, id_max;
     span_of(ids, count, id_min, id_max);
     if (id_max < rows.id_min || id_min > rows.id_max) return hidden;
+    // One document within the block and one within the tile: it is the same.
+    if (id_min == id_max && rows.id_min == rows.id_max) ids = nullptr;
   }
 
   const bool full = !mask.ranges && (pos_min >= rows.low_max || pos_max < rows.keep_min) &&
