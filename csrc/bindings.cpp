@@ -179,7 +179,7 @@ NB_MODULE(_native, m) {
         "sums"_a, "peaks"_a, "mask_shape"_a, "viewers"_a, "seeing"_a, "threads"_a);
   m.def("instruction_sets", instruction_sets);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
-  m.def("decodes", decodes, "heads"_a, "kv_heads"_a, "query_length"_a);
+  m.def("decodes", decodes, "dtype"_a, "heads"_a, "kv_heads"_a, "query_length"_a);
   m.def("use_decoder", use_decoder, "on"_a);
   m.def("instruction_set_for", instruction_set_for, "dtype"_a);
   m.def("peak", peak, "kind"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());

@@ -150,8 +150,8 @@ double visible_keys(const ForwardArgs& a) {
   return std::min(keys, double(mask.left.value) + mask.right.value + 1);
 }
 
-// About 100 microseconds of one core: less is not worth waking a thread for.
-constexpr double kMultiplyAdds = 5e6, kBytesRead = 1e6;
+// Some 10 to 25 microseconds of one core: less is not worth handing to another thread.
+constexpr double kMultiplyAdds = 1e6, kBytesRead = 2.5e5;
 
 int worth_threads(double work, double of_one, int threads) {
   return work / of_one < threads ? std::max(1, int(work / of_one)) : threads;
@@ -269,11 +269,11 @@ void use_instruction_set(const std::string& name) {
   choice().store(index_or_throw(name, "use_instruction_set"));
 }
 
-bool decodes(int64_t heads, int64_t kv_heads, int64_t query_length) {
-  // From shapes alone: a row's bits must not depend on the batch around it.
+bool decodes(Dtype dtype, int64_t heads, int64_t kv_heads, int64_t query_length) {
+  // From shapes and dtype alone: a row's bits must not depend on the batch around it.
   if (kv_heads == 0) return false;
-  const bool fits = heads / kv_heads * query_length <= entry_for(Dtype::float32).narrow->tile_rows;
-  return fits && decoder_is_on.load(std::memory_order_relaxed);
+  const bool few = heads / kv_heads * query_length <= entry_for(dtype).narrow->few_rows;
+  return few && decoder_is_on.load(std::memory_order_relaxed);
 }
 
 void use_decoder(bool on) { decoder_is_on.store(on, std::memory_order_relaxed); }
@@ -283,7 +283,7 @@ std::string instruction_set_for(Dtype dtype) { return entry_for(dtype).name; }
 void forward(const ForwardArgs& args, int threads) {
   if (args.batch * args.heads * args.query_length == 0) return;
   const Entry& entry = entry_for(args.dtype);
-  if (!args.map.mass && decodes(args.heads, args.kv_heads, args.query_length))
+  if (!args.map.mass && decodes(args.dtype, args.heads, args.kv_heads, args.query_length))
     decode(args, entry_for(Dtype::float32).narrow->decoder, threads);
   else
     prefill(args, entry, threads);

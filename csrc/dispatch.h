@@ -18,7 +18,7 @@ std::vector<std::string> instruction_sets();
 void use_instruction_set(const std::string& name);
 
 // Whether the kernel for few rows takes such a call; it pools no map.
-bool decodes(int64_t heads, int64_t kv_heads, int64_t query_length);
+bool decodes(Dtype dtype, int64_t heads, int64_t kv_heads, int64_t query_length);
 
 // Whether calls of few rows take kernels of their own, as they do from the start. Tests turn it off
 // to run small cases through the tiles.

@@ -36,6 +36,7 @@ struct Sweeper {
 
 struct Unit {
   int tile_rows;                                          // rows in one tile
+  int few_rows;  // up to which the decoder is faster than tiles, which a group then fits
   size_t (*scratch_bytes)(const ForwardArgs&);            // per thread
   void (*forward)(const ForwardArgs&, const WorkItem&, void* scratch, void* item_pool);
   Instruction instruction;       // all but fma take bfloat16 alone

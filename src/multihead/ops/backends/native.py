@@ -102,7 +102,7 @@ def launch(
     out = query.new_empty(batch, heads, query_length, value_dim)
     statistics, addresses = _empty_statistics(stats, query) if stats else ({}, _NO_STATISTICS)
     pooled = None
-    if bins and not extension.decodes(heads, kv_heads, query_length):
+    if bins and not extension.decodes(_dtype(query.dtype), heads, kv_heads, query_length):
         cells = min(bins, query_length), min(bins, key_length)
         pooled = statistics["map"] = query.new_empty((batch, heads, *cells), dtype=torch.float32)
     # Held until the kernel returns, which only sees addresses.
