@@ -404,7 +404,8 @@ void decode(const ForwardArgs& a, const WorkItem& item, int64_t chunk, void* mem
   begin_rows(*part.state);
   for (int64_t x = 0; x < padded * part.out_stride; ++x) part.out[x] = 0.0f;
 
-  const Columns columns = columns_of(a, b, rows);
+  Columns columns = columns_of(a, b, rows);
+  narrow_to_ids(a, b, rows.id_min, rows.id_max, columns);
   const int64_t chunk_end = (chunk + 1) * kChunkKeys;
   const int64_t stop = chunk_end < columns.end ? chunk_end : columns.end;
   int width = kTile;

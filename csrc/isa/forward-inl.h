@@ -165,8 +165,11 @@ template <class Product>
 INLINE Columns columns_of(const ForwardArgs& a, int64_t b, const Tile<Product>* tiles,
                           int64_t count) {
   Columns all{0, a.key_length, 0};
+  int32_t id_min = INT32_MAX, id_max = INT32_MIN;
   for (int64_t n = 0; n < count; ++n) {
     const Columns columns = columns_of(a, b, tiles[n].rows);
+    id_min = lower(id_min, tiles[n].rows.id_min);
+    id_max = higher(id_max, tiles[n].rows.id_max);
     if (columns.keep > all.keep) all.keep = columns.keep;
     if (columns.low < all.low) all.low = columns.low;
     if (columns.end > all.end) all.end = columns.end;
@@ -175,6 +178,7 @@ INLINE Columns columns_of(const ForwardArgs& a, int64_t b, const Tile<Product>* 
   const int64_t length = key_end(a, b);
   all.end = round_up(all.end, kBlockRows);
   if (all.end > length) all.end = length;
+  narrow_to_ids(a, b, id_min, id_max, all);
   return all;
 }
 

@@ -58,7 +58,9 @@ INLINE int64_t mask_row(const SweepArgs& s, int64_t b, int64_t h) {
 void place_columns(const SweepArgs& s, int64_t b, int64_t h, int64_t tile) {
   TileRows rows;
   place_rows(s.call, {b, h, 1, 0}, (s.first_tile + tile) * kTile, rows);
-  s.columns[mask_row(s, b, h) * s.tiles + tile] = columns_of(s.call, b, rows);
+  Columns columns = columns_of(s.call, b, rows);
+  narrow_to_ids(s.call, b, rows.id_min, rows.id_max, columns);
+  s.columns[mask_row(s, b, h) * s.tiles + tile] = columns;
 }
 
 INLINE bool overlap(const Columns& columns, int64_t begin, int64_t end) {

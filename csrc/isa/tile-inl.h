@@ -106,6 +106,24 @@ INLINE Columns columns_of(const ForwardArgs& a, int64_t b, const TileRows& rows)
   return columns;
 }
 
+// Leaves out the blocks, from either end, that hold no document of the rows.
+INLINE void narrow_to_ids(const ForwardArgs& a, int64_t b, int32_t id_min, int32_t id_max,
+                          Columns& columns) {
+  if (!a.mask.key_ids.data) return;
+  const int32_t* ids = a.mask.key_ids.data + b * a.mask.key_ids.batch_stride;
+  const auto holds = [&](int64_t begin) INLINE_LAMBDA {
+    const int64_t left = a.key_length - begin;
+    int32_t lowest, highest;
+    span_of(ids + begin, static_cast<int>(left < kKeyBlock ? left : kKeyBlock), lowest, highest);
+    return lowest <= id_max && id_min <= highest;
+  };
+  int64_t low = columns.low / kKeyBlock * kKeyBlock;
+  while (low < columns.end && !holds(low)) low += kKeyBlock;
+  if (low > columns.low) columns.low = low;
+  while (columns.end > columns.low && !holds((columns.end - 1) / kKeyBlock * kKeyBlock))
+    columns.end = (columns.end - 1) / kKeyBlock * kKeyBlock;
+}
+
 // The first block at `begin` or behind it that holds a visible column; at or behind columns.end
 // where there is none.
 INLINE int64_t next_block(const Columns& columns, int64_t begin) {
