@@ -26,12 +26,18 @@ from requires import require
 from serving import Options, baseline, exact
 from test_native import assert_same_bits
 
-BOUNDED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+BOUNDED = settings(
+    max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 THOROUGH = settings(BOUNDED, max_examples=4000)
+# Of thousands of calls, many of them a few numbers long, some exceed twice the error of plain
+# operations: of 10,500 the worst came to nearly four times. Faults are orders of magnitude away.
+FACTOR = 6.0
+SCALES = st.sampled_from([None, 0.0, -1.0, 1.0]) | st.floats(0.01, 3) | st.floats(-3, -0.01)
 APART = [name for name in LAYOUTS if "expanded" not in name]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Call:
     """Tensors, options, and which pairs are visible, a bias' -inf included: [B, H, Lq, Lk]."""
 
@@ -57,7 +63,7 @@ def calls(draw: st.DrawFn, longest: int) -> Call:
     case = replace(case, layout="contiguous", name=f"seed {seed}")
     dtype = draw(st.sampled_from(DTYPES))
     options = case.options(dtype)
-    options["scale"] = draw(st.sampled_from([None, 0.0, -1.0, 1.0]) | st.floats(-3, 3))
+    options["scale"] = draw(SCALES)
     randoms = torch.Generator().manual_seed(seed)
     if isinstance(options["bias"], Tensor):
         shape = options["bias"].shape
@@ -97,7 +103,7 @@ def check_definition(call: Call) -> None:
             )
 
         result = attend(mh.STATISTICS)
-        compare(result, expected, near)
+        compare(result, expected, near, FACTOR)
         some = attend(call.stats)
         assert torch.equal(some.out, result.out)
         assert set(some.stats) == set(call.stats)
