@@ -146,7 +146,10 @@ struct Free {
 double visible_keys(const ForwardArgs& a) {
   const Mask& mask = a.mask;
   const double keys = double(a.key_length);
-  if (!mask.has_left || !mask.has_right || mask.left.data || mask.right.data) return keys;
+  const bool near = mask.has_left && mask.has_right && !mask.left.data && !mask.right.data;
+  const bool far = mask.keep_first.data || mask.keep_first.value || mask.prefix.data ||
+                   mask.prefix.value;
+  if (!near || far) return keys;
   return std::min(keys, double(mask.left.value) + mask.right.value + 1);
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead.ops import dispatch
+from requires import require
 
 BACKENDS = ["native", "chunked", "reference"]
 NAN = float("nan")
@@ -193,3 +194,30 @@ def test_an_undefined_row_has_undefined_statistics(backend: str, poison: str) ->
         else:
             assert bool(result.stats[name][0, 0].isnan().all()), name
             assert bool(result.stats[name][0, 1].isfinite().all()), name
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_product_of_minus_infinity_stays_under_a_bias(rows: int) -> None:
+    require("native")
+    query, value = torch.ones(1, 1, rows, 4), torch.randn(1, 1, 70, 4)
+    key = torch.full((1, 1, 70, 4), -torch.inf)
+    bias = torch.zeros(1, 1, 1, 70)
+    for backend in ("native", "chunked", "reference"):
+        result = mh.attention_with_stats(query, key, value, bias=bias, backend=backend)
+        assert torch.equal(result.out, torch.zeros_like(result.out))
+        assert bool((result.lse == -torch.inf).all())
+
+
+def test_a_row_that_sees_minus_infinity_alone_counts_in_a_map() -> None:
+    require("native")
+    query = torch.ones(1, 1, 40, 4)
+    key, value = torch.ones(2, 1, 1, 40, 4).unbind()
+    key = key.clone()
+    key[:, :, 0] = -torch.inf
+    maps = [
+        mh.attention_with_stats(query, key, value, mask=mh.Causal(), bins=4, backend=name).map
+        for name in ("native", "chunked", "reference")
+    ]
+    assert torch.allclose(maps[0], maps[2], equal_nan=True)
+    assert torch.allclose(maps[1], maps[2], equal_nan=True)
+    assert float(maps[0][0, 0, 0, 0]) == pytest.approx(0.9)

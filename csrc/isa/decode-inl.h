@@ -234,7 +234,8 @@ struct DecodeScratch {
 };
 
 // Few rows are folded: with `width` of them, a power of two, a vector takes the scores of
-// kTile / width keys, and lane i is a part of row i % width. The parts of a row share its maximum.
+// kTile / width keys, and lane i is a part of row i % width. The parts of a row share its maximum;
+// what goes from key to key stands in the first `width` lanes. More than half a tile is no fold.
 INLINE int folded_width(int rows) {
   int width = 1;
   while (width < rows) width *= 2;
@@ -399,7 +400,8 @@ void decode(const ForwardArgs& a, const WorkItem& item, int64_t chunk, void* mem
                 a.query.strides[3], a.head_dim, query);
     for (int64_t d = 0; d < a.head_dim; ++d) query[d] *= sign;
   }
-  // Lanes without a row are computed too: on zeros.
+  // Lanes without a row are computed too, on what is left there: zeros at first, so that it is
+  // defined. None of it reaches a row.
   for (int x = 0; x < kKeyBlock * kTile; ++x) scratch.block.scores[x] = 0.0f;
   begin_rows(*part.state);
   for (int64_t x = 0; x < padded * part.out_stride; ++x) part.out[x] = 0.0f;

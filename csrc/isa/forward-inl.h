@@ -1,4 +1,4 @@
-// Attention forward: a few query tiles of one head go through its keys together.
+// Attention forward: a few tiles of query rows of one KV head go through its keys together.
 #pragma once
 
 namespace multihead {
@@ -174,7 +174,7 @@ INLINE Columns columns_of(const ForwardArgs& a, int64_t b, const Tile<Product>* 
     if (columns.low < all.low) all.low = columns.low;
     if (columns.end > all.end) all.end = columns.end;
   }
-  // Whole register blocks, where there are keys: the rows hide what they don't see.
+  // Up to a whole register block, but not past the last key: look() hides the excess.
   const int64_t length = key_end(a, b);
   all.end = round_up(all.end, kBlockRows);
   if (all.end > length) all.end = length;

@@ -5,7 +5,7 @@ namespace multihead {
 namespace {
 
 #ifdef MULTIHEAD_NARROW
-// For calls with fewer queries than one vector has lanes: 8 chains hide the latency.
+// For calls whose rows fit a vector or two: 8 chains hide the latency.
 constexpr int kTileVectors = 1;
 #else
 constexpr int kTileVectors = kWideTileVectors;

@@ -113,6 +113,8 @@ NOINLINE void finish_pool(const ForwardArgs& a, const TileRows& rows, const RowS
     const RowEnd end = end_row(a, state, r, has_sink, has_sink ? a.sinks[rows.head[r]] : 0.0);
     share[r] = state.sum[r] == 0 ? 0.0 : end.key_share / end.sum;
   }
+  RowBits seeing = 0;  // rows that see a key, though its logit be -inf
+  for (int64_t n = 0; n < a.map.column_bins; ++n) seeing |= pool.viewers[n];
   int begin = 0;
   while (begin < rows.count) {
     const int64_t bin = ItemPool::row_bin(a, rows.query[begin]) - item.first_bin;
@@ -121,7 +123,7 @@ NOINLINE void finish_pool(const ForwardArgs& a, const TileRows& rows, const RowS
     for (; stop < rows.count && ItemPool::row_bin(a, rows.query[stop]) - item.first_bin == bin;
          ++stop) {
       lanes |= RowBits{1} << stop;
-      if (state.sum[stop] != 0) ++item.live[bin];
+      if (seeing >> stop & 1) ++item.live[bin];
     }
     for (int64_t n = 0; n < a.map.column_bins; ++n) {
       if (!(pool.viewers[n] & lanes)) continue;

@@ -49,7 +49,8 @@ INLINE void cap_scores(float* scores, int begin, int end, float scale, float sof
 
 INLINE void add_bias(float* scores, int begin, int end, const float* bias) {
   for_scores(scores, begin, end, [bias](Vec s, int k, int j) {
-    return max(set1(kLowestScore), s + load(bias + k * kTile + j * kLanes));
+    const Vec sum = max(set1(kLowestScore), s + load(bias + k * kTile + j * kLanes));
+    return select(equal(s, set1(kHidden)), s, sum);  // a product of -inf stays
   });
 }
 
