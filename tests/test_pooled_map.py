@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import multihead as mh
 from cases import CASES, Case
@@ -132,3 +135,29 @@ def test_a_map_that_was_not_asked_for_says_so() -> None:
         _ = mh.attention_with_stats(query, key, value).map
     with pytest.raises(mh.ArgumentError, match="whole number, 1 or more; got 0"):
         mh.attention_with_stats(query, key, value, bins=0)
+
+
+def test_tensors_without_memory_of_their_own_are_mapped_too() -> None:
+    """Subclasses, fakes and transforms must not have their addresses taken."""
+    query, key, value = torch.randn(3, 1, 2, 40, 8)
+    result = mh.attention_with_stats(query, key, value, bins=4)
+    twice = [TwoTensor(x.clone(), x.clone()) for x in (query, key, value)]
+    pair = mh.attention_with_stats(*twice, bins=4).map
+    assert torch.allclose(getattr(pair, "a", pair), result.map, atol=1e-6)
+
+    def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sum(), mh.attention_map(x, key, result.lse, bins=4)
+
+    _, (_, found) = torch.func.grad_and_value(loss, has_aux=True)(query)
+    assert torch.allclose(found, result.map, atol=1e-6)
+    with FakeTensorMode():
+        fake = torch.randn(1, 2, 40, 8)
+        with contextlib.suppress(Exception):  # what a fake can't tell raises; it must not crash
+            mh.received_attention(fake, fake, torch.randn(1, 2, 40))
+
+
+def test_explain_takes_bins() -> None:
+    query, key, value = torch.randn(3, 1, 2, 40, 8)
+    assert mh.explain(query, key, value, bins=4).backend is not None
+    with pytest.raises(mh.ArgumentError, match="bins must be"):
+        mh.explain(query, key, value, bins=0)

@@ -447,3 +447,11 @@ def test_threads_share_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.join()
     assert not wrong
     assert len(forms._known) <= 4 + len(workers)
+
+
+def test_masks_that_lower_to_tensors_are_not_kept() -> None:
+    require("native")
+    query, key, value = torch.randn(3, 1, 1, 64, 8)
+    mask = mh.Window(9, None, 3) & mh.Window(5, None, 6)
+    mh.attention(query, key, value, mask=mask)
+    assert all(parts.closed_form is not None for parts in forms._known.values())

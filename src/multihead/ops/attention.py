@@ -192,6 +192,7 @@ def explain(
     value: Tensor,
     *,
     stats: Sequence[str] = (),
+    bins: int | None = None,
     mask: Mask | Tensor | None = None,
     bias: Tensor | ALiBi | None = None,
     scale: float | None = None,
@@ -220,6 +221,7 @@ def explain(
         sinks=sinks,
         dropout_p=dropout_p,
         stats=stats,
+        bins=bins,
     )
     order = dispatch.order(backend)
     reasons = {it.NAME: tuple(dispatch.reasons(it, problem)) for it in dispatch.BACKENDS}

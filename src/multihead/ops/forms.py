@@ -64,7 +64,7 @@ def known(form: Form | None) -> MaskParts | None:
 
 def remember(form: Form | None, problem: Problem) -> None:
     """Keep what `problem` says of its form, if the native kernels serve it."""
-    if form is None or native.reasons(problem):
+    if form is None or problem.parts.closed_form is None or native.reasons(problem):
         return
     if len(_known) >= _MOST:
         _known.clear()

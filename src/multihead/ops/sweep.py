@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..masks import common_size
+from . import dispatch, library
 from .backends import native
 from .problem import ALiBi, Logits
 from .scores import bias_rectangle, distances, full_precision
@@ -54,8 +55,20 @@ def sweep(
     visible pairs; memory is one block of weights and a few [B, H, Lk]. The native kernels serve
     where they can, torch operations elsewhere.
     """
-    one_pass = _torch_bins if native.reasons(call) else _native_bins
+    one_pass = _native_bins if _has_memory(call, lse) else _torch_bins
     return one_pass(call, lse, edges, peaks)
+
+
+def _has_memory(call: Logits, lse: Tensor) -> bool:
+    """Whether the native kernels serve, and every tensor holds its numbers where it says."""
+    bias = call.bias.slopes if isinstance(call.bias, ALiBi) else call.bias
+    tensors = (call.query, call.key, lse) if bias is None else (call.query, call.key, lse, bias)
+    return not (
+        library.intercepted()
+        or dispatch.transformed()
+        or any(type(tensor) not in library.PLAIN for tensor in tensors)
+        or native.reasons(call)
+    )
 
 
 def _native_bins(call: Logits, lse: Tensor, edges: Sequence[int], peaks: bool) -> Iterator[RowBins]:

@@ -150,7 +150,7 @@ def sweep(
     the extension is not built.
     """
     extension = _extension()
-    query, key = call.query.detach().resolve_neg(), call.key.detach().resolve_neg()
+    query, key = _written_out(call.query.detach()), _written_out(call.key.detach())
     shape = (call.batch, call.heads, len(edges) - 1, call.key_length)
     sums = query.new_empty(shape, dtype=torch.float32)
     highest = torch.empty_like(sums) if peaks else None
@@ -158,9 +158,9 @@ def sweep(
     seeing = query.new_zeros((*mask_shape, call.query_length), dtype=torch.bool)
     bias = call.bias
     # Held until the kernel returns, which only sees addresses.
-    lse = lse.detach().resolve_neg().float().contiguous()
+    lse = _written_out(lse.detach()).float().contiguous()
     slopes = _per_head(bias.slopes) if isinstance(bias, ALiBi) else None
-    bias = bias.detach().resolve_neg() if isinstance(bias, Tensor) else None
+    bias = _written_out(bias.detach()) if isinstance(bias, Tensor) else None
     try:
         extension.sweep(
             dtype=_dtype(query.dtype),
