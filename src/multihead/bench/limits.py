@@ -83,8 +83,9 @@ def cold_bytes() -> int:
 def read_bandwidth(size: int | None = None) -> float:
     """GB/s of reading memory from end to end on torch's threads; the best of six tries.
 
-    Each try reads a buffer of `size` bytes, at least 1 GiB and no less than is cold, by a product
-    with a vector and by a sum: both do too little with a number to be bound by anything else.
+    Each try reads a buffer of `size` bytes, or of what is cold, but 1 GiB at least and 2 GiB at
+    most, by a product with a vector and by a sum: both do too little with a number to be bound by
+    anything else.
     """
     size = max(_GIB, min(cold_bytes(), 2 * _GIB)) if size is None else size
     columns = 4096
