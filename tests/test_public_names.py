@@ -8,7 +8,7 @@ import multihead as mh
 
 NAMES = """
     STATISTICS ALiBi ArgumentError AttentionResult BackendError Causal Dense DeviceError Documents
-    DtypeError Explanation InputError KeyLengths KeyPadding Mask MaskError MissingExtraError
+    DtypeError Explanation InputError KVCache KeyLengths KeyPadding KeyValues Mask MaskError MissingExtraError
     ModelError MultiHeadAttention MultiheadError Positions PrefixCausal QueryStart SlidingWindow
     Window attention attention_map attention_weights attention_with_stats explain
     received_attention watch

@@ -27,7 +27,7 @@ from .masks import (
     SlidingWindow,
     Window,
 )
-from .nn import MultiHeadAttention
+from .nn import KVCache, MultiHeadAttention
 from .ops.attention import (
     AttentionResult,
     Explanation,
@@ -35,6 +35,7 @@ from .ops.attention import (
     attention_with_stats,
     explain,
 )
+from .ops.key_values import KeyValues
 from .ops.problem import STATISTICS, ALiBi
 from .ops.weights import attention_map, attention_weights, received_attention
 
@@ -56,8 +57,10 @@ __all__ = [
     "DtypeError",
     "Explanation",
     "InputError",
+    "KVCache",
     "KeyLengths",
     "KeyPadding",
+    "KeyValues",
     "Mask",
     "MaskError",
     "MissingExtraError",

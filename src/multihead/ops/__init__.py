@@ -1,6 +1,7 @@
 """The one function, its backends, and exact pieces of the matrix it does not build."""
 
 from .attention import AttentionResult, Explanation, attention, attention_with_stats, explain
+from .key_values import KeyValues
 from .problem import STATISTICS, ALiBi
 from .weights import attention_map, attention_weights, received_attention
 
@@ -9,6 +10,7 @@ __all__ = [
     "ALiBi",
     "AttentionResult",
     "Explanation",
+    "KeyValues",
     "attention",
     "attention_map",
     "attention_weights",

@@ -17,12 +17,14 @@ from ..masks import Mask
 from . import dispatch, library
 from .backends import native
 from .forms import form_of, known, remember
+from .key_values import KeyValues
 from .problem import (
     STATISTICS,
     ALiBi,
     Problem,
     autocast,
     check_dropout,
+    checked_mask,
     checked_scale,
     checked_softcap,
     checked_stats,
@@ -36,8 +38,8 @@ T = TypeVar("T", Tensor, Any)
 
 def attention(
     query: T,
-    key: T,
-    value: T,
+    key: T | KeyValues,
+    value: T | None = None,
     *,
     mask: Mask | Tensor | None = None,
     bias: Tensor | ALiBi | None = None,
@@ -52,7 +54,7 @@ def attention(
     Args:
         query: [B, H, Lq, D], float32, bfloat16, float16 or float64, any strides.
         key: [B, Hkv, Lk, D] in query's dtype; Hkv divides H, and query head h reads KV head
-            `h // (H / Hkv)`.
+            `h // (H / Hkv)`; or the KeyValues of a cache, in place of key and value.
         value: [B, Hkv, Lk, Dv].
         mask: a Mask, or a bool tensor [Lq, Lk] or [B, H, Lq, Lk] (True = may attend, axes of
             size 1 broadcast).
@@ -77,17 +79,18 @@ def attention(
 
     Source: Vaswani et al. 2017, equation 1; softcap: Gemma 2; sinks: gpt-oss.
     """
+    keys, values, mask = _key_and_value(key, value, mask)
     is_array = isinstance(query, np.ndarray)
     if is_array:
-        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    out, _ = _attend(query, key, value, (), mask, bias, scale, softcap, sinks, dropout_p, backend)
+        query, keys, values, mask, bias, sinks = _tensors(query, keys, values, mask, bias, sinks)
+    out, _ = _attend(query, keys, values, (), mask, bias, scale, softcap, sinks, dropout_p, backend)
     return cast(T, out.numpy() if is_array else out)
 
 
 def attention_with_stats(
     query: T,
-    key: T,
-    value: T,
+    key: T | KeyValues,
+    value: T | None = None,
     *,
     stats: Sequence[str] = ("lse", "entropy", "max_logit"),
     bins: int | None = None,
@@ -121,17 +124,18 @@ def attention_with_stats(
     Source: Dao et al. 2022 for lse; Zhai et al. 2023 for entropy; Kimi K2 2025 for max_qk.
     """
     names: tuple[str, ...] = checked_stats(stats)
+    keys, values, mask = _key_and_value(key, value, mask)
     is_array = isinstance(query, np.ndarray)
     if is_array:
-        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    query, key, value = autocast(query, key, value)
+        query, keys, values, mask, bias, sinks = _tensors(query, keys, values, mask, bias, sinks)
+    query, keys, values = autocast(query, keys, values)
     kept = names if "lse" in names else ("lse", *names)
     out, computed = _attend(
-        query, key, value, kept, mask, bias, scale, softcap, sinks, dropout_p, backend, bins
+        query, keys, values, kept, mask, bias, scale, softcap, sinks, dropout_p, backend, bins
     )
     call: dict[str, Any] = {
         "query": query,
-        "key": key,
+        "key": keys,
         "lse": computed["lse"],
         "mask": mask,
         "bias": bias,
@@ -188,8 +192,8 @@ class AttentionResult:
 
 def explain(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | KeyValues,
+    value: Tensor | None = None,
     *,
     stats: Sequence[str] = (),
     bins: int | None = None,
@@ -206,14 +210,15 @@ def explain(
     Takes the arguments of `attention` and `attention_with_stats`; computes no attention. Raises
     what they would raise for bad arguments, but not where a named backend can't serve.
     """
+    keys, values, mask = _key_and_value(key, value, mask)
     if isinstance(query, np.ndarray):
-        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
+        query, keys, values, mask, bias, sinks = _tensors(query, keys, values, mask, bias, sinks)
     if isinstance(query, Tensor) and query.device.type == "meta":
         raise ArgumentError("explain counts visible pairs; meta tensors have none to count.")
     problem = describe(
         query,
-        key,
-        value,
+        keys,
+        values,
         mask=mask,
         bias=bias,
         scale=scale,
@@ -319,6 +324,21 @@ def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     seen = {name: statistic.detach() for name, statistic in stats.items() if name in wanted}
     watching.record(both, out.detach(), seen)
     return out, stats
+
+
+def _key_and_value(key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """key, value and mask, also where the first holds both and a frame for the third."""
+    if not isinstance(key, KeyValues):
+        if value is None:
+            raise ArgumentError(
+                "value is missing: pass query, key and value, or query and a cache's KeyValues."
+            )
+        return key, value, mask
+    if value is not None:
+        raise ArgumentError("value was given beside KeyValues, which hold the values already.")
+    if key.frame is None:
+        return key.key, key.value, mask
+    return key.key, key.value, key.frame if mask is None else checked_mask(mask) & key.frame
 
 
 def _tensors(*arrays: Any) -> tuple[Any, ...]:

@@ -178,7 +178,7 @@ def _checked_logits(
 ) -> tuple[Tensor, Tensor, MaskParts, Tensor | ALiBi | None, float, float | None]:
     """The fields of Logits, in its order."""
     batch, heads, query_length, head_dim = query.shape
-    rule = _checked_mask(mask)
+    rule = checked_mask(mask)
     parts = rule.lower(query_length, key.shape[2], batch=batch, heads=heads, device=query.device)
     bias = _checked_bias(bias, query, key)
     return query, key, parts, bias, checked_scale(scale, head_dim), checked_softcap(softcap)
@@ -297,7 +297,8 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor | None) -> str:
     return shapes if value is None else f"{shapes}, value {tuple(value.shape)}"
 
 
-def _checked_mask(mask: Mask | Tensor | None) -> Mask:
+def checked_mask(mask: Mask | Tensor | None) -> Mask:
+    """`mask` as a Mask; raises DtypeError for what is none."""
     if mask is None:
         return _EVERYTHING
     if isinstance(mask, Mask):
