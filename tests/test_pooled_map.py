@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -160,3 +161,45 @@ def test_explain_takes_bins() -> None:
     assert mh.explain(query, key, value, bins=4).backend is not None
     with pytest.raises(mh.ArgumentError, match="bins must be"):
         mh.explain(query, key, value, bins=0)
+
+
+MAPPED = [
+    Case("map: compiled", heads=4, kv_heads=2, query_length=9, key_length=13, mask=mh.Causal()),
+    Case("map: compiled window", query_length=13, key_length=13, bias="alibi", sinks=1.0,
+         mask=mh.Window(3, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MAPPED, ids=lambda case: case.name)
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_whole_and_exported_the_map_is_the_eager_one(case: Case, grad: bool) -> None:
+    tensors = tuple(x.requires_grad_(grad) for x in case.tensors(torch.float32))
+    options = case.options()
+
+    class Mapped(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            result = mh.attention_with_stats(query, key, value, bins=5, **options)
+            return result.out, result.map
+
+    expected = Mapped()(*tensors)
+    compiled = torch.compile(Mapped(), fullgraph=True, dynamic=True, backend="aot_eager")
+    exported = torch.export.export(Mapped(), tensors).module()
+    for run in (compiled, exported):
+        for ours, eager in zip(run(*tensors), expected, strict=True):
+            torch.testing.assert_close(ours, eager, rtol=0, atol=1e-6, equal_nan=True)
+
+
+def test_meta_tensors_get_the_shape_of_a_map() -> None:
+    query, key = torch.empty(2, 6, 3, 4, device="meta"), torch.empty(2, 3, 50, 4, device="meta")
+    result = mh.attention_with_stats(query, key, key, bins=np.int64(7))
+    assert result.map.shape == (2, 6, 3, 7)
+    assert result.map.is_meta
+
+
+def test_what_is_no_number_of_bins_is_refused() -> None:
+    query = torch.zeros(1, 1, 2, 3)
+    for bins in (0, -1, 1.5, True, "64"):
+        with pytest.raises(mh.ArgumentError, match="bins must be a whole number"):
+            mh.attention_with_stats(query, query, query, bins=bins)
+    with pytest.raises(mh.ArgumentError, match="pass bins=64"):
+        mh.attention_with_stats(query, query, query, stats=("lse", "map"))

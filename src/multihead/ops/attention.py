@@ -31,7 +31,7 @@ from .problem import (
     describe,
 )
 from .sweep import visible_keys
-from .weights import attention_map, attention_weights
+from .weights import attention_weights
 
 T = TypeVar("T", Tensor, Any)
 
@@ -118,8 +118,11 @@ def attention_with_stats(
     lse, entropy and max_logit are differentiable, the others detached. Each is [B, H, Lq] in
     float32 (float64 for float64 inputs; argmax int64).
 
-    With `bins`, `result.map` is the matrix of weights pooled to `bins` x `bins` cells: what
-    `attention_map` with pool "mass" gives, from the same pass where the backend can, detached.
+    With `bins`, `result.map` is the matrix of weights pooled to `bins` x `bins` cells, [B, H, bins,
+    bins] in the dtype of the statistics: what `attention_map` with pool "mass" gives, from the same
+    pass where the backend can, detached.
+
+    Raises what `attention` raises, and ArgumentError for an unknown statistic or bins below 1.
 
     Source: Dao et al. 2022 for lse; Zhai et al. 2023 for entropy; Kimi K2 2025 for max_qk.
     """
@@ -142,9 +145,7 @@ def attention_with_stats(
         "scale": scale,
         "softcap": softcap,
     }
-    wanted = {name: computed[name] for name in names}
-    if bins is not None:
-        wanted["map"] = computed["map"] if "map" in computed else attention_map(**call, bins=bins)
+    wanted = {name: computed[name] for name in (names if bins is None else (*names, "map"))}
     return AttentionResult(
         out=out.numpy() if is_array else out,
         stats={name: x.numpy() if is_array else x for name, x in wanted.items()},

@@ -22,6 +22,7 @@ from . import dispatch
 from .backends import chunked
 from .problem import DIFFERENTIABLE, STATISTICS, ALiBi, Problem
 from .scores import full_precision
+from .weights import pooled_map
 
 _SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? slopes, Tensor? sinks, "
@@ -29,9 +30,11 @@ _SCHEMA = (
     "SymInt? right, Tensor? rights, SymInt keep_first, SymInt prefix, Tensor? prefixes, "
     "Tensor? key_lengths, Tensor? query_lengths, Tensor? key_visible, "
     "Tensor? query_ids, Tensor? key_ids, Tensor? query_positions, Tensor? key_positions, "
-    "Tensor? ranges, Tensor? dense, float scale, float? softcap, str[] stats, str backend"
+    "Tensor? ranges, Tensor? dense, float scale, float? softcap, str[] stats, "
+    "SymInt? bins, str backend"
 )
-_RESULTS = ", ".join(f"Tensor {name}" for name in ("out", *STATISTICS))
+_NAMES = ("out", *STATISTICS, "map")
+_RESULTS = ", ".join(f"Tensor {name}" for name in _NAMES)
 _GRADIENTS = ", ".join(f"Tensor grad_{n}" for n in ("query", "key", "value", "bias", "slopes"))
 
 PLAIN = (Tensor, torch.nn.Parameter)  # types that hold their numbers at `data_ptr()`
@@ -61,14 +64,20 @@ def run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
         results = torch.ops.multihead.attend(*_flatten(problem, backend))
     else:
         return _computed(problem, backend)
-    out, *statistics = results
-    named = dict(zip(STATISTICS, statistics, strict=True))
-    return out, {name: named[name] for name in problem.stats}
+    named = dict(zip(_NAMES, results, strict=True))
+    return named["out"], {name: named[name] for name in _wanted(problem)}
 
 
 def _computed(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     with full_precision(problem.query.device):
-        return dispatch.choose(problem, backend).forward(problem)
+        out, stats = dispatch.choose(problem, backend).forward(problem)
+    if problem.bins is not None and "map" not in stats:
+        stats["map"] = pooled_map(problem, stats["lse"], problem.bins)
+    return out, stats
+
+
+def _wanted(problem: Problem) -> tuple[str, ...]:
+    return problem.stats if problem.bins is None else (*problem.stats, "map")
 
 
 def intercepted() -> bool:
@@ -123,7 +132,7 @@ def _flatten(problem: Problem, backend: str) -> tuple[Any, ...]:
         parts.key_lengths, parts.query_lengths, parts.key_visible,
         parts.query_ids, parts.key_ids, parts.query_positions, parts.key_positions,
         parts.ranges, parts.dense,
-        problem.scale, problem.softcap, list(problem.stats), backend,
+        problem.scale, problem.softcap, list(problem.stats), problem.bins, backend,
     )  # fmt: skip
 
 
@@ -132,7 +141,7 @@ def _unflatten(arguments: Sequence[Any]) -> tuple[Problem, str]:
         query, key, value, bias, slopes, sinks,
         start, starts, first, left, lefts, right, rights, keep_first, prefix, prefixes,
         key_lengths, query_lengths, key_visible, query_ids, key_ids,
-        query_positions, key_positions, ranges, dense, scale, softcap, stats, backend,
+        query_positions, key_positions, ranges, dense, scale, softcap, stats, bins, backend,
     ) = arguments  # fmt: skip
     parts = MaskParts(
         query_length=query.shape[2],
@@ -164,6 +173,7 @@ def _unflatten(arguments: Sequence[Any]) -> tuple[Problem, str]:
         value=value,
         sinks=sinks,
         stats=tuple(stats),
+        bins=bins,
     )
     return problem, backend
 
@@ -172,21 +182,23 @@ def _attend(*arguments: Any) -> tuple[Tensor, ...]:
     problem, backend = _unflatten(arguments)
     out, stats = _computed(problem, backend)
     return out, *(
-        stats[name] if name in stats else _absent(out, _dtype(problem, name)) for name in STATISTICS
+        stats[name] if name in stats else _absent(out, _dtype(problem, name)) for name in _NAMES[1:]
     )
 
 
 def _attend_fake(*arguments: Any) -> tuple[Tensor, ...]:
     problem, _ = _unflatten(arguments)
-    query = problem.query
+    query, bins = problem.query, problem.bins
     shape_bhq = query.shape[:3]
+    shapes = dict.fromkeys(problem.stats, shape_bhq)
+    if bins is not None:
+        lengths = problem.query_length, problem.key_length
+        shapes["map"] = torch.Size((*shape_bhq[:2], *(torch.sym_min(bins, it) for it in lengths)))
     return (
         query.new_empty((*shape_bhq, problem.value_dim)),
         *(
-            query.new_empty(
-                shape_bhq if name in problem.stats else (0,), dtype=_dtype(problem, name)
-            )
-            for name in STATISTICS
+            query.new_empty(shapes.get(name, (0,)), dtype=_dtype(problem, name))
+            for name in _NAMES[1:]
         ),
     )
 
@@ -245,7 +257,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        named = dict(zip(("out", *STATISTICS), output, strict=True))
+        named = dict(zip(_NAMES, output, strict=True))
         ctx.mark_non_differentiable(
             *(x for n, x in named.items() if n != "out" and n not in DIFFERENTIABLE)
         )
@@ -266,7 +278,7 @@ class _Attend(torch.autograd.Function):
             next(remaining) if is_tensor else other
             for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
-        named = dict(zip(("out", *STATISTICS), grads, strict=True))
+        named = dict(zip(_NAMES, grads, strict=True))
         given = [named[name] for name in ("out", *DIFFERENTIABLE)]
         tracing = torch.compiler.is_compiling()
         call = torch.ops.multihead.attend_backward if tracing else _attend_backward

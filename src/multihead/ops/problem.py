@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,7 +150,9 @@ def describe(
     logits = _checked_logits(query, key, mask, bias, scale, softcap)
     check_dropout(dropout_p)
     sinks = None if sinks is None else _checked_per_head(sinks, "sinks", query)
-    return Problem(*logits, value, sinks, checked_stats(stats), checked_bins(bins))
+    return Problem(
+        *logits, value, sinks, checked_stats(stats), bins if bins is None else checked_bins(bins)
+    )
 
 
 def describe_logits(
@@ -194,16 +197,18 @@ def checked_stats(stats: Sequence[str]) -> tuple[str, ...]:
     if not names:
         return names
     for name in names:
+        if name == "map":
+            raise ArgumentError("The map is no statistic of a row: pass bins=64 beside stats.")
         if name not in STATISTICS:
             raise ArgumentError(f"Unknown statistic {name!r}; there are {', '.join(STATISTICS)}.")
     return tuple([name for name in STATISTICS if name in names])
 
 
-def checked_bins(bins: int | None) -> int | None:
-    """A number of bins or None; raises ArgumentError for anything else."""
-    if bins is not None and (isinstance(bins, bool) or not isinstance(bins, int) or bins < 1):
-        raise ArgumentError(f"bins must be a whole number, 1 or more; got {bins!r}.")
-    return bins
+def checked_bins(bins: int) -> int:
+    """The number of bins as an int; raises ArgumentError for anything else."""
+    if isinstance(bins, int | np.integer) and not isinstance(bins, bool) and bins >= 1:
+        return bins if isinstance(bins, int) else int(bins)
+    raise ArgumentError(f"bins must be a whole number, 1 or more; got {bins!r}.")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -96,21 +96,8 @@ def attention_map(
     """
     if pool not in get_args(Pool):
         raise ArgumentError(f"pool must be one of {', '.join(get_args(Pool))}; got {pool!r}.")
-    checked_bins(bins)
     call = describe_logits(query, key, mask=mask, bias=bias, scale=scale, softcap=softcap)
-    lse = _checked_lse(call, lse)
-    row_edges = bin_edges(call.query_length, bins)
-    column_bins = Bins(call.key_length, bins, query.device)
-    shape = (call.batch, call.heads, len(row_edges) - 1, column_bins.count)
-    cells_bhrc = torch.empty(shape, dtype=call.compute_dtype, device=query.device)
-    for part in sweep(call, lse, row_edges, peaks=pool == "peak"):
-        if part.peaks is not None:
-            cells = column_bins.max(part.peaks)
-        else:
-            cells = column_bins.sum(part.sums) / part.live[..., None]
-        hidden = column_bins.max(part.viewers) == 0
-        cells_bhrc[:, :, part.bins] = cells.masked_fill(hidden, torch.nan)
-    return lift(cells_bhrc, uniform_mass(call, bins)) if pool == "lift" else cells_bhrc
+    return pooled_map(call, _checked_lse(call, lse), checked_bins(bins), pool)
 
 
 @torch.no_grad()
@@ -139,6 +126,23 @@ def received_attention(
         received += part.sums.sum(-2)
         viewers += part.viewers.sum(-2)
     return received, received / viewers
+
+
+@torch.no_grad()
+def pooled_map(call: Logits, lse: Tensor, bins: int, pool: Pool = "mass") -> Tensor:
+    """`attention_map` of a checked call."""
+    row_edges = bin_edges(call.query_length, bins)
+    column_bins = Bins(call.key_length, bins, lse.device)
+    shape = (call.batch, call.heads, len(row_edges) - 1, column_bins.count)
+    cells_bhrc = torch.empty(shape, dtype=call.compute_dtype, device=lse.device)
+    for part in sweep(call, lse, row_edges, peaks=pool == "peak"):
+        if part.peaks is not None:
+            cells = column_bins.max(part.peaks)
+        else:
+            cells = column_bins.sum(part.sums) / part.live[..., None]
+        hidden = column_bins.max(part.viewers) == 0
+        cells_bhrc[:, :, part.bins] = cells.masked_fill(hidden, torch.nan)
+    return lift(cells_bhrc, uniform_mass(call, bins)) if pool == "lift" else cells_bhrc
 
 
 def weights_at(call: Logits, lse: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
