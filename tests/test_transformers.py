@@ -224,13 +224,20 @@ def test_a_layer_by_itself_is_causal_if_it_says_so():
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def test_dropout_in_training_is_refused():
-    model = build("llama", attention_dropout=0.1)
+def test_dropout_in_training_drops_weights_from_torchs_generator():
+    model = build("llama", attention_dropout=0.5)
     use(model)
     ids = torch.randint(3, VOCABULARY, (1, 5))
-    _logits(model, input_ids=ids)
-    with pytest.raises(BackendError, match=r"attention dropout of 0\.1"):
-        model.train()(ids)
+    kept = _logits(model, input_ids=ids)
+    model.train()
+    torch.manual_seed(3)
+    first = _logits(model, input_ids=ids)
+    second = _logits(model, input_ids=ids)
+    torch.manual_seed(3)
+    assert torch.equal(_logits(model, input_ids=ids), first)
+    assert not torch.equal(second, first)
+    assert not torch.equal(first, kept)
+    assert torch.equal(_logits(model.eval(), input_ids=ids), kept)
 
 
 def test_training_without_dropout_gives_eager_gradients():

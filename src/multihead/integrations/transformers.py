@@ -109,10 +109,10 @@ def attention_forward(
     `output_attentions`, by the module's config or by a model that collects them; else None.
 
     Raises:
-        BackendError: dropout in training, or an argument that this implementation does not read.
+        BackendError: an argument that this implementation does not read.
         MaskError: an `attention_mask` of another kind.
     """
-    _refuse(module, dropout, others)
+    _refuse(module, others)
     query, key, value = _same_batch(query, key, value)
     mask, bias = _mask_and_bias(attention_mask, position_bias)
     if attention_mask is None and _is_causal(module, is_causal, query, key):
@@ -123,6 +123,7 @@ def attention_forward(
         "scale": scaling,
         "softcap": softcap,
         "sinks": None if s_aux is None else s_aux.reshape(-1),
+        "dropout_p": dropout,
     }
     if not (output_attentions or _collects_weights(module)):
         out = attention(query, key, value, **options)
@@ -131,12 +132,7 @@ def attention_forward(
     return result.out.transpose(1, 2).contiguous(), _weights(result, options["sinks"], query.dtype)
 
 
-def _refuse(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
-    if dropout > 0:
-        raise BackendError(
-            f"{type(module).__name__} asks for attention dropout of {dropout}, which multihead "
-            "does not have. Call model.eval(), or set the config's attention dropout to 0."
-        )
+def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
     for name in _UNREAD:
         if others.get(name) is not None:
             raise BackendError(

@@ -16,6 +16,7 @@ from ..errors import ArgumentError
 from ..masks import Mask
 from . import dispatch, library
 from .backends import native
+from .dropout import Dropout
 from .forms import form_of, known, remember
 from .key_values import KeyValues
 from .problem import (
@@ -23,7 +24,7 @@ from .problem import (
     ALiBi,
     Problem,
     autocast,
-    check_dropout,
+    checked_dropout,
     checked_mask,
     checked_scale,
     checked_softcap,
@@ -63,7 +64,8 @@ def attention(
         scale: of q.k; 1/sqrt(D) unless given. 0 and negative values mean what they say.
         softcap: c > 0 turns a scaled score s into `c * tanh(s / c)`.
         sinks: float tensor [H]; a logit beside each row's keys that has no value.
-        dropout_p: must be 0 for now.
+        dropout_p: the share of weights that are dropped, whenever it is above 0; what is kept is
+            divided by 1 - p. The seed is drawn from torch's generator.
         backend: "auto", or one by name: "native", "chunked", "reference".
 
     Returns:
@@ -229,6 +231,8 @@ def explain(
         stats=stats,
         bins=bins,
     )
+    if dropout_p > 0:  # no seed is drawn: the next call's must stay what it is
+        problem = replace(problem, dropout=Dropout(float(dropout_p), torch.zeros(2).long()))
     order = dispatch.order(backend)
     reasons = {it.NAME: tuple(dispatch.reasons(it, problem)) for it in dispatch.BACKENDS}
     keys_bhq = visible_keys(problem)
@@ -288,12 +292,11 @@ def _attend(
     bins: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Describe the call, choose, run; a call of a known form runs at once."""
-    form = None
-    if bias is None and sinks is None and bins is None:
+    form, dropout = None, checked_dropout(dropout_p)
+    if bias is None and sinks is None and bins is None and dropout == 0:
         form = form_of(query, key, value, mask, stats, backend)
         parts = known(form)
         if parts is not None:
-            check_dropout(dropout_p)
             scale, softcap = checked_scale(scale, query.shape[3]), checked_softcap(softcap)
             return native.launch(query, key, value, parts, scale, softcap, stats)
     problem = describe(
@@ -309,7 +312,10 @@ def _attend(
         stats=stats,
         bins=bins,
     )
-    remember(form, problem)
+    if dropout > 0:
+        problem = replace(problem, dropout=Dropout.drawn(dropout, query.device))
+    else:
+        remember(form, problem)
     return _run(problem, backend)
 
 

@@ -20,6 +20,7 @@ from ..errors import BackendError
 from ..masks import MaskParts
 from . import dispatch
 from .backends import chunked
+from .dropout import Dropout
 from .problem import DIFFERENTIABLE, STATISTICS, ALiBi, Problem
 from .scores import full_precision
 from .weights import pooled_map
@@ -31,7 +32,7 @@ _SCHEMA = (
     "Tensor? key_lengths, Tensor? query_lengths, Tensor? key_visible, "
     "Tensor? query_ids, Tensor? key_ids, Tensor? query_positions, Tensor? key_positions, "
     "Tensor? ranges, Tensor? dense, float scale, float? softcap, str[] stats, "
-    "SymInt? bins, str backend"
+    "SymInt? bins, float dropout_p, Tensor? dropout_seed, str backend"
 )
 _NAMES = ("out", *STATISTICS, "map")
 _RESULTS = ", ".join(f"Tensor {name}" for name in _NAMES)
@@ -113,7 +114,7 @@ def _distinct(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _flatten(problem: Problem, backend: str) -> tuple[Any, ...]:
-    parts = problem.parts
+    parts, dropout = problem.parts, problem.dropout
 
     def split(value: int | Tensor | None) -> tuple[Any, Tensor | None]:
         if isinstance(value, Tensor):
@@ -132,7 +133,8 @@ def _flatten(problem: Problem, backend: str) -> tuple[Any, ...]:
         parts.key_lengths, parts.query_lengths, parts.key_visible,
         parts.query_ids, parts.key_ids, parts.query_positions, parts.key_positions,
         parts.ranges, parts.dense,
-        problem.scale, problem.softcap, list(problem.stats), problem.bins, backend,
+        problem.scale, problem.softcap, list(problem.stats), problem.bins,
+        *((0.0, None) if dropout is None else (dropout.p, dropout.seed)), backend,
     )  # fmt: skip
 
 
@@ -141,7 +143,8 @@ def _unflatten(arguments: Sequence[Any]) -> tuple[Problem, str]:
         query, key, value, bias, slopes, sinks,
         start, starts, first, left, lefts, right, rights, keep_first, prefix, prefixes,
         key_lengths, query_lengths, key_visible, query_ids, key_ids,
-        query_positions, key_positions, ranges, dense, scale, softcap, stats, bins, backend,
+        query_positions, key_positions, ranges, dense, scale, softcap, stats, bins,
+        dropout_p, dropout_seed, backend,
     ) = arguments  # fmt: skip
     parts = MaskParts(
         query_length=query.shape[2],
@@ -174,6 +177,7 @@ def _unflatten(arguments: Sequence[Any]) -> tuple[Problem, str]:
         sinks=sinks,
         stats=tuple(stats),
         bins=bins,
+        dropout=None if dropout_seed is None else Dropout(dropout_p, dropout_seed),
     )
     return problem, backend
 

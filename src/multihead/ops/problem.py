@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, BackendError, DeviceError, DtypeError, MaskError
+from ..errors import ArgumentError, DeviceError, DtypeError, MaskError
 from ..masks import Dense, Mask, MaskParts, Window, four_dims
+from .dropout import Dropout
 
 STATISTICS = (
     "lse",
@@ -98,13 +99,15 @@ class Logits:
 @dataclass(frozen=True, eq=False)
 class Problem(Logits):
     """One checked call of attention: its logits, values `[B, Hkv, Lk, Dv]`, sinks `[H]`, and the
-    statistics and the bins of the pooled map that are wanted beside the output.
+    statistics and the bins of the pooled map that are wanted beside the output. Dropout, of the
+    weights that the values are weighed with, changes no statistic.
     """
 
     value: Tensor
     sinks: Tensor | None
     stats: tuple[str, ...]
     bins: int | None = None
+    dropout: Dropout | None = None
 
     @property
     def value_dim(self) -> int:
@@ -139,7 +142,7 @@ def describe(
     stats: Sequence[str] = (),
     bins: int | None = None,
 ) -> Problem:
-    """Check a call and describe it.
+    """Check a call and describe it, but for the seed of its dropout.
 
     Raises ArgumentError, DtypeError, DeviceError or MaskError before any work; each names the
     argument, what was expected, what came, and the remedy.
@@ -148,7 +151,7 @@ def describe(
     _check_tensors(query=query, key=key, value=value)
     _check_shapes(query, key, value)
     logits = _checked_logits(query, key, mask, bias, scale, softcap)
-    check_dropout(dropout_p)
+    checked_dropout(dropout_p)
     sinks = None if sinks is None else _checked_per_head(sinks, "sinks", query)
     return Problem(
         *logits, value, sinks, checked_stats(stats), bins if bins is None else checked_bins(bins)
@@ -378,18 +381,14 @@ def checked_softcap(softcap: float | None) -> float | None:
     return number
 
 
-def check_dropout(dropout_p: float) -> None:
-    """Raises ArgumentError for what is no probability, and BackendError for one above 0."""
+def checked_dropout(dropout_p: float) -> float:
+    """The probability as a float; raises ArgumentError for what is none."""
     if type(dropout_p) is float and dropout_p == 0:
-        return
+        return dropout_p
     number = _checked_number(dropout_p, "dropout_p", "0 means no dropout.")
     if not 0 <= number <= 1:
         raise ArgumentError(f"dropout_p must lie between 0 and 1; got {dropout_p}.")
-    if number > 0:
-        raise BackendError(
-            f"dropout_p={dropout_p}: dropout on the attention weights is not implemented yet in "
-            "any backend. Pass 0, and drop out the output instead if you can."
-        )
+    return number
 
 
 def _checked_number(value: Any, name: str, remedy: str) -> float:

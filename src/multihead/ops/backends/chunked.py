@@ -41,7 +41,8 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     for rows, columns in row_blocks(problem):
         block = _softmax(problem, rectangle(problem, rows, columns))
         visible = None if values_finite else block.rectangle.visible
-        out[:, :, rows] = _weigh(block.weights, value[:, :, columns], visible).to(out.dtype)
+        weights, _ = _dropped(problem, block)
+        out[:, :, rows] = _weigh(weights, value[:, :, columns], visible).to(out.dtype)
         for name, statistic in _statistics(problem, block).items():
             stats[name][:, :, rows] = statistic
     return out, stats
@@ -110,6 +111,16 @@ def _softmax(problem: Problem, block: Rectangle) -> _Softmax:
         total=total,
         mean=moment / total,
     )
+
+
+def _dropped(problem: Problem, block: _Softmax) -> tuple[Tensor, Tensor | None]:
+    """The weights after dropout, and the factor of each; the weights as they are without it."""
+    if problem.dropout is None:
+        return block.weights, None
+    rows, columns = block.rectangle.rows, block.rectangle.columns
+    shape = problem.batch, problem.heads
+    factor = problem.dropout.factor(*shape, rows, columns, block.weights.dtype)
+    return block.weights * factor, factor
 
 
 def _statistics(problem: Problem, block: _Softmax) -> dict[str, Tensor]:
@@ -236,8 +247,8 @@ class Gradients:
 def backward(problem: Problem, given: Cotangents) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, bias (summed to its own shape), slopes and sinks, or None.
 
-    With y = s - lse, weights P = e^y, dP = dO V^T and delta_i = sum_j P_ij dP_ij, the gradient of
-    the logits is
+    With y = s - lse, weights P = e^y, M the factors of dropout, dP = M (dO V^T) and delta_i =
+    sum_j P_ij dP_ij, the gradient of the logits is
 
         dS = P (dP - delta + g_lse - g_H (y + H)),  dS[argmax] += g_max
 
@@ -252,6 +263,9 @@ def backward(problem: Problem, given: Cotangents) -> tuple[Tensor | None, ...]:
         cells = block.rectangle
         grad_out = given.out[:, :, rows].to(dtype)
         grad_weights = grouped_matmul(grad_out, value[:, :, columns].transpose(-1, -2))
+        kept, factor = _dropped(problem, block)
+        if factor is not None:
+            grad_weights = grad_weights * factor
         row_term = -cells.hide(block.weights * grad_weights).sum(-1)
         if given.lse is not None:
             row_term = row_term + given.lse[:, :, rows]
@@ -277,9 +291,7 @@ def backward(problem: Problem, given: Cotangents) -> tuple[Tensor | None, ...]:
         query = problem.query[:, :, rows].to(dtype)
         grads.query[:, :, rows] += _weigh(grad_qk, key[:, :, columns], visible)
         grads.key[:, :, columns] += _group_sum(_weigh(grad_qk.mT, query, turned), problem)
-        grads.value[:, :, columns] += _group_sum(
-            _weigh(block.weights.mT, grad_out, turned), problem
-        )
+        grads.value[:, :, columns] += _group_sum(_weigh(kept.mT, grad_out, turned), problem)
     return grads.in_order(problem)
 
 

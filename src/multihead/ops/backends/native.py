@@ -47,7 +47,7 @@ _NO_MAP = (0, 0, 0)
 
 
 def reasons(problem: Logits) -> list[str]:
-    """Why the kernels can't serve: not built, another device, another dtype."""
+    """Why the kernels can't serve: not built, another device, another dtype, dropout."""
     found = []
     if _native is None:
         found.append(_MISSING)
@@ -56,6 +56,8 @@ def reasons(problem: Logits) -> list[str]:
     if problem.query.dtype not in _DTYPES:
         dtype = str(problem.query.dtype).removeprefix("torch.")
         found.append(f"It computes float32, bfloat16 and float16, not {dtype}.")
+    if isinstance(problem, Problem) and problem.dropout is not None:
+        found.append("It has no dropout yet.")
     return found
 
 

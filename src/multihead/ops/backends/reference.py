@@ -60,7 +60,10 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     divisor = total.masked_fill(empty, 1)
 
     weights = exponentials[..., :-1] / divisor[..., None]
-    out = _matmul_visible(weights, value, visible)
+    kept = weights
+    if problem.dropout is not None:
+        kept = weights * problem.dropout.factor(problem.batch, problem.heads, rows, columns, dtype)
+    out = _matmul_visible(kept, value, visible)
     possible_shifted = shifted.masked_fill(exponentials == 0, 0)
     stats = {
         "lse": (peak[..., 0] + divisor.log()).masked_fill(empty, -torch.inf),
