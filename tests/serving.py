@@ -59,7 +59,7 @@ def baseline(
 
     The worst of some orders of the lanes of q.k, which the exact answer does not depend on: on a
     small call one order alone is exact by luck. To it is added what one rounding in float32 of
-    every query, key, and of the scale of all logits does: no algorithm can promise more than the
+    every query, key and value, and of the scale of all logits does: no algorithm can promise more than the
     exact answer to a question that is one rounding away.
     """
     query, key, value = (x.float() if x.dtype == torch.float64 else x for x in tensors)
@@ -78,7 +78,7 @@ def baseline(
         signs = torch.randint(0, 2, x.shape, generator=randoms) * 2 - 1
         return x.double() * (1 + signs * 2.0**-23)
 
-    near = nudged(tensors[0]), nudged(tensors[1]), tensors[2]
+    near = tuple(nudged(x) for x in tensors)
     rounded = exact(near, _scaled(options, 1 + 2**-23, len(lanes)))
 
     def worst(name: str) -> Tensor:
