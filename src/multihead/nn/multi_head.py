@@ -1,21 +1,28 @@
 """Multi-head attention as a layer.
 
-Shape suffixes: b batch, q query, k key, h head, g KV head, d width of a head, c all heads' widths
-together.
+Shape suffixes: b batch, q query, k key, l either, h head, g KV head, d width of a head, c all
+heads' widths together.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DtypeError
-from ..masks import Mask
-from ..ops import ALiBi, AttentionResult, attention, attention_with_stats
+from ..masks import Mask, SlidingWindow, Window
+from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_stats
+from ..ops.problem import checked_mask
+from . import convert
+from .cache import KVCache
+from .checks import check_number, check_sequence, check_sizes
+from .norm import NormFactory, build_norm
+
+if TYPE_CHECKING:
+    from .positions import RoPE, Rotation
 
 
 class MultiHeadAttention(nn.Module):
@@ -38,16 +45,32 @@ class MultiHeadAttention(nn.Module):
         qkv_bias: add a bias to queries, keys and values.
         out_bias: add a bias to the output.
         scale: factor on the scores; by default `1 / sqrt(head_dim)`.
+        rope: rotary positions of queries and keys; None for none. Self-attention only.
+        qk_norm: what builds a norm over `head_dim`, which queries and keys pass before they are
+            rotated, for example `torch.nn.RMSNorm`; one for all query heads, one for all keys.
+        window: an int is a causal window of so many keys, the query's own included, as
+            `SlidingWindow`; a `Window` stands for itself. It is intersected with the mask of every
+            call. Self-attention only.
+        softcap: c > 0 turns a scaled score s into `c * tanh(s / c)`.
+        sinks: learn a logit for each head that takes part in the softmax and has no value. It
+            starts at 0.
 
-    Weights start as those of `torch.nn.Linear` do: a projection's distribution depends on its
-    input's width alone, so that projecting together or apart starts alike.
+    Attention weights are not dropped out, so there is no `dropout`: put a `torch.nn.Dropout` behind
+    the layer instead, as `TransformerBlock` does.
+
+    Weights start as those of `torch.nn.Linear` do: uniform within `1 / sqrt(n)` for an input of
+    width n, whatever the output's width, so that projecting together or apart starts alike.
 
     Raises:
-        ArgumentError: sizes that do not fit one another, or a scale that is not finite.
-        DtypeError: a size that is not an integer, or a scale that is not a number.
+        ArgumentError: sizes that do not fit one another, a number that is not finite, or an option
+            that a cross-attention can't have.
+        DtypeError: an option of another type.
 
-    Source: Vaswani et al. 2017, section 3.2.2; Shazeer 2019 (MQA); Ainslie et al. 2023 (GQA).
+    Source: Vaswani et al. 2017, section 3.2.2; Shazeer 2019 (MQA); Ainslie et al. 2023 (GQA);
+    Su et al. 2021 (rope); Henry et al. 2020 (qk_norm); Gemma 2 (softcap); gpt-oss (sinks).
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -61,11 +84,15 @@ class MultiHeadAttention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         scale: float | None = None,
+        rope: RoPE | None = None,
+        qk_norm: NormFactory | None = None,
+        window: int | Window | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        _check_scale(scale)
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if num_heads % num_kv_heads:
             raise ArgumentError(
                 f"num_kv_heads must divide num_heads, so that each KV head serves as many query "
@@ -79,9 +106,14 @@ class MultiHeadAttention(nn.Module):
                 )
             head_dim = embed_dim // num_heads
         value_dim = head_dim if value_dim is None else value_dim
-        _check_sizes(head_dim=head_dim, value_dim=value_dim)
+        check_sizes(head_dim=head_dim, value_dim=value_dim)
+        check_number("scale", scale, "Leave it out for 1 / sqrt(head_dim).")
+        check_number("softcap", softcap, "Leave it out for no cap.")
+        if softcap is not None and softcap <= 0:
+            raise ArgumentError(f"softcap must be above 0; got {softcap}. None means no cap.")
         if context_dim is not None:
-            _check_sizes(context_dim=context_dim)
+            check_sizes(context_dim=context_dim)
+            _check_cross(rope=rope, window=window)
 
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -90,6 +122,9 @@ class MultiHeadAttention(nn.Module):
         self.value_dim = value_dim
         self.context_dim = context_dim
         self.scale = scale
+        self.rope = rope
+        self.window = _window(window)
+        self.softcap = softcap
 
         query_width = num_heads * head_dim
         key_width = num_kv_heads * head_dim
@@ -101,6 +136,9 @@ class MultiHeadAttention(nn.Module):
         else:
             self.q_proj = nn.Linear(embed_dim, query_width, bias=qkv_bias)
             self.kv_proj = nn.Linear(context_dim, key_width + value_width, bias=qkv_bias)
+        self.q_norm = None if qk_norm is None else build_norm("qk_norm", qk_norm, head_dim)
+        self.k_norm = None if qk_norm is None else build_norm("qk_norm", qk_norm, head_dim)
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads)) if sinks else None)
         self.out_proj = nn.Linear(num_heads * value_dim, embed_dim, bias=out_bias)
 
     def forward(
@@ -110,26 +148,43 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Tensor | ALiBi | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | Rotation | None = None,
     ) -> Tensor:
         """Attend from `x` to itself, or to `context` in a cross-attention.
 
         Args:
             x: [B, Lq, embed_dim].
-            context: [B, Lk, context_dim]; given exactly when the layer has a `context_dim`.
+            context: [B, Lk, context_dim]; given exactly when the layer has a `context_dim` and no
+                cache holds the context's keys and values yet.
             mask: which keys each query may read, as in `multihead.attention`. True means "may
                 attend", also in a bool tensor: the inverse of `torch.nn.MultiheadAttention`.
             bias: added to the scores, as in `multihead.attention`.
+            cache: keys and values of earlier tokens, this layer's own; those of `x` are appended.
+                The keys that `mask` and `bias` speak of are then all tokens so far. A
+                cross-attention stores those of the context in its first call and reads them in
+                later ones, which give no context.
+            positions: of the tokens of `x`, for `rope`: integers [Lq] or [B, Lq], or the rotation
+                that `rope.rotation(positions, head_dim)` made of them, for layers that share one.
+                By default they count from the cache's length, or from 0.
 
         Returns:
             [B, Lq, embed_dim].
 
         Raises:
-            ArgumentError: a shape that does not fit the layer, or a context too many or too few.
+            ArgumentError: a shape that does not fit the layer, a context too many or too few, or
+                positions for a layer without rope.
             MaskError, DtypeError, DeviceError: as `multihead.attention`.
         """
-        query_bhqd, key_bgkd, value_bgkd = self._project(x, context)
+        query_bhqd, key_values = self._project(x, context, cache, positions)
         heads_bhqd = attention(
-            query_bhqd, key_bgkd, value_bgkd, mask=mask, bias=bias, scale=self.scale
+            query_bhqd,
+            key_values,
+            mask=self._windowed(mask),
+            bias=bias,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
         return self._join(heads_bhqd)
 
@@ -140,53 +195,117 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Tensor | ALiBi | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | Rotation | None = None,
         stats: Sequence[str] = ("lse", "entropy", "max_logit"),
+        bins: int | None = None,
     ) -> tuple[Tensor, AttentionResult]:
         """`forward`, and what each head did: statistics [B, H, Lq], and weights on demand.
 
         Returns:
             The output [B, Lq, embed_dim], and the `AttentionResult` of the heads before they are
-            joined: an attribute for each name in `stats`, and `weights(rows, columns)`.
+            joined: an attribute for each name in `stats`, the pooled `map` if `bins` are given, and
+            `weights(rows, columns)`.
 
         Raises:
             As `forward`; ArgumentError for an unknown statistic.
         """
-        query_bhqd, key_bgkd, value_bgkd = self._project(x, context)
+        query_bhqd, key_values = self._project(x, context, cache, positions)
         result = attention_with_stats(
             query_bhqd,
-            key_bgkd,
-            value_bgkd,
-            mask=mask,
+            key_values,
+            mask=self._windowed(mask),
             bias=bias,
             scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
             stats=tuple(stats),
+            bins=bins,
         )
         return self._join(result.out), result
 
-    def _project(self, x_bqc: Tensor, context_bkc: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        self._check_inputs(x_bqc, context_bkc)
+    def _project(
+        self,
+        x_bqc: Tensor,
+        context_bkc: Tensor | None,
+        cache: KVCache | None,
+        positions: Tensor | Rotation | None,
+    ) -> tuple[Tensor, KeyValues]:
+        """The queries [B, H, Lq, D], and the keys and values that they may read."""
+        self._check_inputs(x_bqc, context_bkc, cache, positions)
         query_width = self.num_heads * self.head_dim
         key_width = self.num_kv_heads * self.head_dim
         value_width = self.num_kv_heads * self.value_dim
-        if context_bkc is None:
+        if self.context_dim is not None:
+            query_bhqd = self._queries(self.q_proj(x_bqc))
+            if context_bkc is not None:
+                key_bkc, value_bkc = self.kv_proj(context_bkc).split((key_width, value_width), -1)
+                key_bgkd = self._keys(key_bkc)
+                value_bgkd = _split_heads(value_bkc, self.num_kv_heads, self.value_dim)
+            else:
+                batch = x_bqc.shape[0]
+                key_bgkd = query_bhqd.new_empty(batch, self.num_kv_heads, 0, self.head_dim)
+                value_bgkd = query_bhqd.new_empty(batch, self.num_kv_heads, 0, self.value_dim)
+        else:
             query_bqc, key_bkc, value_bkc = self.qkv_proj(x_bqc).split(
                 (query_width, key_width, value_width), dim=-1
             )
-        else:
-            query_bqc = self.q_proj(x_bqc)
-            key_bkc, value_bkc = self.kv_proj(context_bkc).split((key_width, value_width), dim=-1)
-        return (
-            _split_heads(query_bqc, self.num_heads, self.head_dim),
-            _split_heads(key_bkc, self.num_kv_heads, self.head_dim),
-            _split_heads(value_bkc, self.num_kv_heads, self.value_dim),
-        )
+            query_bhqd, key_bgkd = self._queries(query_bqc), self._keys(key_bkc)
+            value_bgkd = _split_heads(value_bkc, self.num_kv_heads, self.value_dim)
+            if self.rope is not None:
+                rotation = self._rotation(x_bqc, cache, positions)
+                query_bhqd, key_bgkd = rotation.apply(query_bhqd), rotation.apply(key_bgkd)
+        # Under autocast a norm may leave float32 where the projections leave half precision.
+        query_bhqd, key_bgkd = query_bhqd.to(value_bgkd.dtype), key_bgkd.to(value_bgkd.dtype)
+        if cache is None:
+            return query_bhqd, KeyValues(key_bgkd, value_bgkd)
+        return query_bhqd, cache.update(key_bgkd, value_bgkd)
+
+    def _queries(self, projected_bqc: Tensor) -> Tensor:
+        query_bhqd = _split_heads(projected_bqc, self.num_heads, self.head_dim)
+        return query_bhqd if self.q_norm is None else self.q_norm(query_bhqd)
+
+    def _keys(self, projected_bkc: Tensor) -> Tensor:
+        key_bgkd = _split_heads(projected_bkc, self.num_kv_heads, self.head_dim)
+        return key_bgkd if self.k_norm is None else self.k_norm(key_bgkd)
+
+    def _rotation(
+        self, x_bqc: Tensor, cache: KVCache | None, positions: Tensor | Rotation | None
+    ) -> Rotation:
+        assert self.rope is not None
+        if positions is None:
+            positions = torch.arange(x_bqc.shape[1], device=x_bqc.device)
+            if cache is not None:
+                lengths = getattr(cache, "lengths", None)  # of each row, where rows differ
+                positions = positions + (cache.length if lengths is None else lengths[:, None])
+        if isinstance(positions, Tensor):
+            return self.rope.rotation(positions, self.head_dim)
+        return positions
+
+    def _windowed(self, mask: Mask | Tensor | None) -> Mask | Tensor | None:
+        if self.window is None:
+            return mask
+        return self.window if mask is None else checked_mask(mask) & self.window
 
     def _join(self, heads_bhqd: Tensor) -> Tensor:
         concatenated_bqc = heads_bhqd.transpose(1, 2).flatten(2)
         return self.out_proj(concatenated_bqc)  # type: ignore[no-any-return]
 
-    def _check_inputs(self, x: Tensor, context: Tensor | None) -> None:
-        _check_sequence("x", x, "embed_dim", self.embed_dim)
+    def _check_inputs(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        cache: KVCache | None,
+        positions: Tensor | Rotation | None,
+    ) -> None:
+        check_sequence("x", x, "embed_dim", self.embed_dim)
+        if positions is not None and self.rope is None:
+            raise ArgumentError(
+                "positions were given to a layer that rotates nothing. Build it with rope=RoPE(), "
+                "or add positions to x before the layer."
+            )
+        if isinstance(positions, Tensor):
+            _check_positions(positions, x)
         if self.context_dim is None:
             if context is not None:
                 raise ArgumentError(
@@ -194,12 +313,22 @@ class MultiHeadAttention(nn.Module):
                     f"MultiHeadAttention(..., context_dim={context.shape[-1]})."
                 )
             return
+        held = 0 if cache is None else cache.length
         if context is None:
+            if held:
+                return
+            filled = "" if cache is None else ", and the cache is empty"
             raise ArgumentError(
                 "context is missing: this layer is a cross-attention (it has "
-                f"context_dim={self.context_dim}). Call layer(x, context)."
+                f"context_dim={self.context_dim}){filled}. Call layer(x, context)."
             )
-        _check_sequence("context", context, "context_dim", self.context_dim)
+        if held:
+            raise ArgumentError(
+                f"context was given, but the cache holds the keys and values of {held} tokens of a "
+                "context already. Leave context out to read those, or call cache.reset() before "
+                "another one."
+            )
+        check_sequence("context", context, "context_dim", self.context_dim)
         if x.shape[0] != context.shape[0]:
             raise ArgumentError(
                 f"x and context must have the same batch size; got {x.shape[0]} and "
@@ -227,39 +356,7 @@ class MultiHeadAttention(nn.Module):
                 training mode, or `cross=False` for a module with its own `kdim`.
             DtypeError: `module` is not a `torch.nn.MultiheadAttention`.
         """
-        _check_convertible(module)
-        packed = module.in_proj_weight is not None
-        if cross is None:
-            cross = not packed
-        if not cross and not packed:
-            raise ArgumentError(
-                f"cross=False, but the module reads keys of width kdim={module.kdim} and queries "
-                f"of width embed_dim={module.embed_dim}: it can only be a cross-attention."
-            )
-        layer = cls(
-            module.embed_dim,
-            module.num_heads,
-            context_dim=module.kdim if cross else None,
-            qkv_bias=module.in_proj_bias is not None,
-            out_bias=module.out_proj.bias is not None,
-        )
-        layer.to(module.out_proj.weight)
-        layer.train(module.training)
-        weights = (
-            module.in_proj_weight.chunk(3)
-            if packed
-            else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        )
-        biases = None if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-        with torch.no_grad():
-            if cross:
-                _fill(layer.q_proj, weights[:1], biases and biases[:1])
-                _fill(layer.kv_proj, weights[1:], biases and biases[1:])
-            else:
-                _fill(layer.qkv_proj, weights, biases)
-            out = module.out_proj
-            _fill(layer.out_proj, (out.weight,), None if out.bias is None else (out.bias,))
-        return layer
+        return convert.attention_from_torch(cls, module, cross)
 
     def extra_repr(self) -> str:
         """The sizes that `print(layer)` shows."""
@@ -269,10 +366,11 @@ class MultiHeadAttention(nn.Module):
         sizes.append(f"head_dim={self.head_dim}")
         if self.value_dim != self.head_dim:
             sizes.append(f"value_dim={self.value_dim}")
-        if self.context_dim is not None:
-            sizes.append(f"context_dim={self.context_dim}")
-        if self.scale is not None:
-            sizes.append(f"scale={self.scale}")
+        for name in ("context_dim", "scale", "rope", "window", "softcap"):
+            if getattr(self, name) is not None:
+                sizes.append(f"{name}={getattr(self, name)}")
+        if self.sinks is not None:
+            sizes.append("sinks=True")
         return ", ".join(sizes)
 
 
@@ -281,75 +379,30 @@ def _split_heads(projected_blc: Tensor, heads: int, width: int) -> Tensor:
     return projected_blc.reshape(batch, length, heads, width).transpose(1, 2)
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        try:
-            operator.index(size)
-        except TypeError:
-            given: object = size
-            whole = isinstance(given, float) and given.is_integer()
-            hint = f" Write {size:.0f}." if whole else ""
-            raise DtypeError(f"{name} must be an integer; got {size!r}.{hint}") from None
-        if size < 1:
-            raise ArgumentError(f"{name} must be at least 1; got {size}.")
+def _window(window: int | Window | None) -> Window | None:
+    if window is None or isinstance(window, Window):
+        return window
+    check_sizes(window=window)
+    return SlidingWindow(window)
 
 
-def _check_scale(scale: float | None) -> None:
-    try:
-        finite = scale is None or math.isfinite(scale)
-    except TypeError:
-        raise DtypeError(
-            f"scale must be a number; got {scale!r}. Leave it out for 1 / sqrt(head_dim)."
-        ) from None
-    if not finite:
+def _check_cross(**options: object) -> None:
+    """Refuse what compares positions of two sequences."""
+    for name, option in options.items():
+        if option is not None:
+            raise ArgumentError(
+                f"{name} compares the positions of one sequence, but with context_dim the layer "
+                f"reads another one. Leave {name} or context_dim out."
+            )
+
+
+def _check_positions(positions: Tensor, x: Tensor) -> None:
+    batch, length, _ = x.shape
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        kind = str(positions.dtype).removeprefix("torch.")
+        raise DtypeError(f"positions must be integers; got {kind}. Write positions.long().")
+    if positions.shape not in ((length,), (1, length), (batch, length)):
         raise ArgumentError(
-            f"scale must be finite; got {scale}. Leave it out for 1 / sqrt(head_dim)."
+            f"positions must have one number a token of x, shape ({length},) or ({batch}, "
+            f"{length}); got {tuple(positions.shape)}."
         )
-
-
-def _check_sequence(name: str, sequence: Tensor, width_name: str, width: int) -> None:
-    if sequence.ndim != 3:
-        hint = f" For one sequence without a batch: {name}[None]." if sequence.ndim == 2 else ""
-        raise ArgumentError(
-            f"{name} must be [batch, length, {width_name}={width}]; got shape "
-            f"{list(sequence.shape)}.{hint}"
-        )
-    if sequence.shape[-1] != width:
-        raise ArgumentError(
-            f"{name} must have the width {width_name}={width} in its last dimension; got shape "
-            f"{list(sequence.shape)}."
-        )
-
-
-def _check_convertible(module: nn.MultiheadAttention) -> None:
-    if not isinstance(module, nn.MultiheadAttention):
-        raise DtypeError(
-            f"from_torch takes a torch.nn.MultiheadAttention; got {type(module).__name__}."
-        )
-    if module.bias_k is not None or module.bias_v is not None:
-        raise ArgumentError(
-            "add_bias_kv=True appends a learned key and value to every sequence; this layer has no "
-            "such parameters."
-        )
-    if module.add_zero_attn:
-        raise ArgumentError(
-            "add_zero_attn=True appends a zero key and value to every sequence; this layer does "
-            "not."
-        )
-    if module.kdim != module.vdim:
-        raise ArgumentError(
-            f"keys of width kdim={module.kdim} and values of width vdim={module.vdim} come from "
-            "two sequences; this layer projects both from one context."
-        )
-    if module.dropout > 0 and module.training:
-        raise ArgumentError(
-            f"the module drops out attention weights (dropout={module.dropout}) while training; "
-            "this layer does not. Call module.eval() first to convert it for inference, or set "
-            "module.dropout = 0.0 to train without."
-        )
-
-
-def _fill(linear: nn.Linear, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> None:
-    linear.weight.copy_(torch.cat(tuple(weights)))
-    if biases is not None:
-        linear.bias.copy_(torch.cat(tuple(biases)))
