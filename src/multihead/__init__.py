@@ -27,7 +27,13 @@ from .masks import (
     SlidingWindow,
     Window,
 )
-from .nn import KVCache, MultiHeadAttention
+from .nn import (
+    FeedForward,
+    GatedFeedForward,
+    KVCache,
+    MultiHeadAttention,
+    TransformerBlock,
+)
 from .ops.attention import (
     AttentionResult,
     Explanation,
@@ -56,6 +62,8 @@ __all__ = [
     "Documents",
     "DtypeError",
     "Explanation",
+    "FeedForward",
+    "GatedFeedForward",
     "InputError",
     "KVCache",
     "KeyLengths",
@@ -71,6 +79,7 @@ __all__ = [
     "PrefixCausal",
     "QueryStart",
     "SlidingWindow",
+    "TransformerBlock",
     "Window",
     "attention",
     "attention_map",

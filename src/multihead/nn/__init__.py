@@ -1,6 +1,14 @@
 """Layers, and what they keep of earlier tokens."""
 
+from .block import TransformerBlock
 from .cache import KVCache
+from .feed_forward import FeedForward, GatedFeedForward
 from .multi_head import MultiHeadAttention
 
-__all__ = ["KVCache", "MultiHeadAttention"]
+__all__ = [
+    "FeedForward",
+    "GatedFeedForward",
+    "KVCache",
+    "MultiHeadAttention",
+    "TransformerBlock",
+]
