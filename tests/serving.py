@@ -59,8 +59,8 @@ def baseline(
 
     The worst of some orders of the lanes of q.k, which the exact answer does not depend on: on a
     small call one order alone is exact by luck. To it is added what one rounding in float32 of
-    every query, key and value, and of the scale of all logits does: no algorithm can promise more than the
-    exact answer to a question that is one rounding away.
+    every query, key and value, and of the scale of all logits does: no algorithm can promise more
+    than the exact answer to a question that is one rounding away.
     """
     query, key, value = (x.float() if x.dtype == torch.float64 else x for x in tensors)
     lanes = torch.arange(query.shape[3])
