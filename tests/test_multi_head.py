@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from close import assert_close
+from layers import by_formula
 
 BATCH, LENGTH, CONTEXT, HEADS, WIDTH = 2, 13, 7, 4, 20
 
@@ -26,28 +27,6 @@ def run_torch(
 ) -> Tensor:
     out, _ = module(x, context, context, need_weights=False, **options)
     return out
-
-
-def by_formula(layer: mh.MultiHeadAttention, x: Tensor, context: Tensor | None = None) -> Tensor:
-    """The textbook's formula, dense, one head at a time; the layer's weights in x's dtype."""
-    weights = {name: w.detach().to(x.dtype) for name, w in layer.named_parameters()}
-    source = x if context is None else context
-    heads, kv_heads = layer.num_heads, layer.num_kv_heads
-    sizes = (heads * layer.head_dim, kv_heads * layer.head_dim, kv_heads * layer.value_dim)
-    if context is None:
-        wq, wk, wv = weights["qkv_proj.weight"].split(sizes)
-    else:
-        wq = weights["q_proj.weight"]
-        wk, wv = weights["kv_proj.weight"].split(sizes[1:])
-    scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
-    outputs = []
-    for head in range(heads):
-        group = head // (heads // kv_heads)
-        q = x @ wq[head * layer.head_dim :][: layer.head_dim].T
-        k = source @ wk[group * layer.head_dim :][: layer.head_dim].T
-        v = source @ wv[group * layer.value_dim :][: layer.value_dim].T
-        outputs.append(torch.softmax(scale * q @ k.transpose(1, 2), dim=-1) @ v)
-    return torch.cat(outputs, dim=-1) @ weights["out_proj.weight"].T
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -222,11 +201,19 @@ def test_what_has_no_counterpart_is_refused(options: dict[str, object], message:
         mh.MultiHeadAttention.from_torch(torch_module(**options))
 
 
-def test_dropout_is_refused_in_training_only() -> None:
-    module = torch_module(dropout=0.1)
-    mh.MultiHeadAttention.from_torch(module)
-    with pytest.raises(mh.ArgumentError, match=r"module\.eval\(\)"):
-        mh.MultiHeadAttention.from_torch(module.train())
+def test_dropout_of_attention_weights_is_taken_over() -> None:
+    layer = mh.MultiHeadAttention.from_torch(torch_module(dropout=0.5).train())
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    assert layer.training
+    torch.manual_seed(3)
+    first, second = layer(x), layer(x)
+    torch.manual_seed(3)
+    assert torch.equal(layer(x), first)
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(layer.forward_with_stats(x)[0], first)
+    layer.eval()
+    assert_close(layer(x), by_formula(layer, x.double()), by_formula(layer, x))
 
 
 def test_only_the_right_module_is_converted() -> None:

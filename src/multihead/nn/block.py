@@ -152,11 +152,10 @@ class TransformerBlock(nn.Module):
 
         A decoder layer becomes a block with cross-attention. Inputs are [B, L, width] whatever the
         layer's `batch_first` says, a bool mask says True for "may attend", and a decoder's block
-        reads `block(x, context, mask=multihead.Causal())`. Attention weights are not dropped out: a
-        layer with dropout is accepted in eval mode; the block drops out the rest in training.
+        reads `block(x, context, mask=multihead.Causal())`.
 
         Raises:
-            ArgumentError: a layer with dropout in training mode, or whose dropouts differ.
+            ArgumentError: a layer whose dropouts behind the sublayers differ.
             DtypeError: a module of another kind.
         """
         return convert_block.block_from_torch(cls, layer)

@@ -33,6 +33,7 @@ def attention_from_torch(
         context_dim=module.kdim if cross else None,
         qkv_bias=module.in_proj_bias is not None,
         out_bias=module.out_proj.bias is not None,
+        dropout=module.dropout,
     )
     layer.to(module.out_proj.weight)
     layer.train(module.training)
@@ -51,6 +52,76 @@ def attention_from_torch(
         out = module.out_proj
         _fill(layer.out_proj, (out.weight,), None if out.bias is None else (out.bias,))
     return layer
+
+
+def attention_to_torch(layer: MultiHeadAttention, batch_first: bool) -> nn.MultiheadAttention:
+    """What `MultiHeadAttention.to_torch` documents."""
+    inputs = (
+        {"qkv_proj": layer.qkv_proj}
+        if layer.context_dim is None
+        else {"q_proj": layer.q_proj, "kv_proj": layer.kv_proj}
+    )
+    linears = {
+        name: _linear(name, part) for name, part in {**inputs, "out_proj": layer.out_proj}.items()
+    }
+    _check_has_counterpart(layer)
+    out = linears.pop("out_proj")
+    biased = [linear.bias is not None for linear in (*linears.values(), out)]
+    module = nn.MultiheadAttention(
+        layer.embed_dim,
+        layer.num_heads,
+        dropout=layer.dropout,
+        bias=any(biased),
+        kdim=layer.context_dim,
+        vdim=layer.context_dim,
+        batch_first=batch_first,
+    )
+    module.to(out.weight)
+    module.train(layer.training)
+    rows = [part for it in linears.values() for part in it.weight.split(layer.embed_dim)]
+    targets = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    if module.in_proj_weight is not None:
+        targets = list(module.in_proj_weight.split(layer.embed_dim))
+    with torch.no_grad():
+        for target, weight in zip(targets, rows, strict=True):
+            target.copy_(weight)
+        module.out_proj.weight.copy_(out.weight)
+        if any(biased):
+            # torch starts these at zero, which is what a missing one is.
+            if all(biased[:-1]):
+                module.in_proj_bias.copy_(torch.cat([it.bias for it in linears.values()]))
+            if biased[-1]:
+                module.out_proj.bias.copy_(out.bias)
+    return module
+
+
+def _linear(name: str, module: nn.Module) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        raise DtypeError(
+            f"to_torch reads the weights of {name}, a torch.nn.Linear; got "
+            f"{type(module).__name__}. Merge an adapter into the layer first."
+        )
+    return module
+
+
+def _check_has_counterpart(layer: MultiHeadAttention) -> None:
+    width = layer.num_heads * layer.head_dim
+    beyond = {
+        f"num_kv_heads={layer.num_kv_heads}": layer.num_kv_heads != layer.num_heads,
+        f"head_dim={layer.head_dim}": width != layer.embed_dim,
+        f"value_dim={layer.value_dim}": layer.value_dim != layer.head_dim,
+        f"scale={layer.scale}": layer.scale not in (None, layer.head_dim**-0.5),
+        f"rope={layer.rope}": layer.rope is not None,
+        "qk_norm": layer.q_norm is not None,
+        f"window={layer.window}": layer.window is not None,
+        f"softcap={layer.softcap}": layer.softcap is not None,
+        "sinks": layer.sinks is not None,
+    }
+    found = [name for name, has in beyond.items() if has]
+    if found:
+        raise ArgumentError(
+            f"torch.nn.MultiheadAttention has no counterpart for {', '.join(found)}."
+        )
 
 
 def _check_convertible(module: nn.MultiheadAttention) -> None:
@@ -72,12 +143,6 @@ def _check_convertible(module: nn.MultiheadAttention) -> None:
         raise ArgumentError(
             f"keys of width kdim={module.kdim} and values of width vdim={module.vdim} come from "
             "two sequences; this layer projects both from one context."
-        )
-    if module.dropout > 0 and module.training:
-        raise ArgumentError(
-            f"the module drops out attention weights (dropout={module.dropout}) while training; "
-            "this layer does not. Call module.eval() first to convert it for inference, or set "
-            "module.dropout = 0.0 to train without."
         )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, DtypeError
-from .checks import check_sequence, check_sizes
+from ..errors import DtypeError
+from .checks import check_sequence, check_share, check_sizes
 
 Activation = Callable[[Tensor], Tensor]
 """A function of each number, or a module: `torch.nn.functional.silu`, `torch.nn.GELU("tanh")`."""
@@ -105,9 +105,8 @@ class GatedFeedForward(nn.Module):
 
 
 def build_dropout(share: float) -> nn.Dropout:
-    """torch's dropout; raises ArgumentError for what is no share."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ArgumentError(f"dropout must be a number from 0 to 1; got {share!r}. 0 drops none.")
+    """torch's dropout; raises DtypeError or ArgumentError for what is no share."""
+    check_share("dropout", share)
     return nn.Dropout(share)
 
 

@@ -18,7 +18,14 @@ from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_s
 from ..ops.problem import checked_mask
 from . import convert
 from .cache import KVCache
-from .checks import check_number, check_sequence, check_sizes
+from .checks import (
+    check_context,
+    check_number,
+    check_positions,
+    check_sequence,
+    check_share,
+    check_sizes,
+)
 from .norm import NormFactory, build_norm
 
 if TYPE_CHECKING:
@@ -54,9 +61,8 @@ class MultiHeadAttention(nn.Module):
         softcap: c > 0 turns a scaled score s into `c * tanh(s / c)`.
         sinks: learn a logit for each head that takes part in the softmax and has no value. It
             starts at 0.
-
-    Attention weights are not dropped out, so there is no `dropout`: put a `torch.nn.Dropout` behind
-    the layer instead, as `TransformerBlock` does.
+        dropout: share of the attention weights that are dropped out in training mode. It costs
+            speed: no kernel has it yet.
 
     Weights start as those of `torch.nn.Linear` do: uniform within `1 / sqrt(n)` for an input of
     width n, whatever the output's width, so that projecting together or apart starts alike.
@@ -89,6 +95,7 @@ class MultiHeadAttention(nn.Module):
         window: int | Window | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -111,6 +118,12 @@ class MultiHeadAttention(nn.Module):
         check_number("softcap", softcap, "Leave it out for no cap.")
         if softcap is not None and softcap <= 0:
             raise ArgumentError(f"softcap must be above 0; got {softcap}. None means no cap.")
+        check_share("dropout", dropout)
+        if not isinstance(sinks, bool):
+            raise DtypeError(
+                f"sinks must be True or False; got {type(sinks).__name__}. With True the layer has "
+                "a parameter `sinks` [num_heads], which may be written."
+            )
         if context_dim is not None:
             check_sizes(context_dim=context_dim)
             _check_cross(rope=rope, window=window)
@@ -125,6 +138,7 @@ class MultiHeadAttention(nn.Module):
         self.rope = rope
         self.window = _window(window)
         self.softcap = softcap
+        self.dropout = dropout
 
         query_width = num_heads * head_dim
         key_width = num_kv_heads * head_dim
@@ -185,6 +199,7 @@ class MultiHeadAttention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
+            dropout_p=self.dropout if self.training else 0.0,
         )
         return self._join(heads_bhqd)
 
@@ -219,6 +234,7 @@ class MultiHeadAttention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
+            dropout_p=self.dropout if self.training else 0.0,
             stats=tuple(stats),
             bins=bins,
         )
@@ -233,41 +249,38 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, KeyValues]:
         """The queries [B, H, Lq, D], and the keys and values that they may read."""
         self._check_inputs(x_bqc, context_bkc, cache, positions)
-        query_width = self.num_heads * self.head_dim
-        key_width = self.num_kv_heads * self.head_dim
-        value_width = self.num_kv_heads * self.value_dim
-        if self.context_dim is not None:
-            query_bhqd = self._queries(self.q_proj(x_bqc))
-            if context_bkc is not None:
-                key_bkc, value_bkc = self.kv_proj(context_bkc).split((key_width, value_width), -1)
-                key_bgkd = self._keys(key_bkc)
-                value_bgkd = _split_heads(value_bkc, self.num_kv_heads, self.value_dim)
-            else:
-                batch = x_bqc.shape[0]
-                key_bgkd = query_bhqd.new_empty(batch, self.num_kv_heads, 0, self.head_dim)
-                value_bgkd = query_bhqd.new_empty(batch, self.num_kv_heads, 0, self.value_dim)
-        else:
-            query_bqc, key_bkc, value_bkc = self.qkv_proj(x_bqc).split(
-                (query_width, key_width, value_width), dim=-1
-            )
-            query_bhqd, key_bgkd = self._queries(query_bqc), self._keys(key_bkc)
-            value_bgkd = _split_heads(value_bkc, self.num_kv_heads, self.value_dim)
-            if self.rope is not None:
-                rotation = self._rotation(x_bqc, cache, positions)
-                query_bhqd, key_bgkd = rotation.apply(query_bhqd), rotation.apply(key_bgkd)
-        # Under autocast a norm may leave float32 where the projections leave half precision.
+        query_bqc, key_bkc, value_bkc = self._projected(x_bqc, context_bkc)
+        query_bhqd = _split_heads(query_bqc, self.num_heads, self.head_dim)
+        key_bgkd = _split_heads(key_bkc, self.num_kv_heads, self.head_dim)
+        value_bgkd = _split_heads(value_bkc, self.num_kv_heads, self.value_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            query_bhqd, key_bgkd = self.q_norm(query_bhqd), self.k_norm(key_bgkd)
+        if self.rope is not None:
+            rotation = self._rotation(x_bqc, cache, positions)
+            query_bhqd, key_bgkd = rotation.apply(query_bhqd), rotation.apply(key_bgkd)
+        # A norm with weights in float32 may leave half precision behind.
         query_bhqd, key_bgkd = query_bhqd.to(value_bgkd.dtype), key_bgkd.to(value_bgkd.dtype)
         if cache is None:
             return query_bhqd, KeyValues(key_bgkd, value_bgkd)
         return query_bhqd, cache.update(key_bgkd, value_bgkd)
 
-    def _queries(self, projected_bqc: Tensor) -> Tensor:
-        query_bhqd = _split_heads(projected_bqc, self.num_heads, self.head_dim)
-        return query_bhqd if self.q_norm is None else self.q_norm(query_bhqd)
-
-    def _keys(self, projected_bkc: Tensor) -> Tensor:
-        key_bgkd = _split_heads(projected_bkc, self.num_kv_heads, self.head_dim)
-        return key_bgkd if self.k_norm is None else self.k_norm(key_bgkd)
+    def _projected(
+        self, x_bqc: Tensor, context_bkc: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values; none of the last two where a cache holds those of a context."""
+        query_width = self.num_heads * self.head_dim
+        key_width = self.num_kv_heads * self.head_dim
+        value_width = self.num_kv_heads * self.value_dim
+        if self.context_dim is None:
+            widths = query_width, key_width, value_width
+            query_bqc, key_bkc, value_bkc = self.qkv_proj(x_bqc).split(widths, dim=-1)
+            return query_bqc, key_bkc, value_bkc
+        query_bqc = self.q_proj(x_bqc)
+        if context_bkc is None:
+            key_bkc = query_bqc.new_empty(x_bqc.shape[0], 0, key_width)
+            return query_bqc, key_bkc, query_bqc.new_empty(x_bqc.shape[0], 0, value_width)
+        key_bkc, value_bkc = self.kv_proj(context_bkc).split((key_width, value_width), dim=-1)
+        return query_bqc, key_bkc, value_bkc
 
     def _rotation(
         self, x_bqc: Tensor, cache: KVCache | None, positions: Tensor | Rotation | None
@@ -305,34 +318,13 @@ class MultiHeadAttention(nn.Module):
                 "or add positions to x before the layer."
             )
         if isinstance(positions, Tensor):
-            _check_positions(positions, x)
-        if self.context_dim is None:
-            if context is not None:
-                raise ArgumentError(
-                    "context was given to a self-attention layer. Build a cross-attention with "
-                    f"MultiHeadAttention(..., context_dim={context.shape[-1]})."
-                )
-            return
-        held = 0 if cache is None else cache.length
-        if context is None:
-            if held:
-                return
-            filled = "" if cache is None else ", and the cache is empty"
+            check_positions(positions, x)
+        if self.context_dim is not None:
+            check_context(x, context, self.context_dim, None if cache is None else cache.length)
+        elif context is not None:
             raise ArgumentError(
-                "context is missing: this layer is a cross-attention (it has "
-                f"context_dim={self.context_dim}){filled}. Call layer(x, context)."
-            )
-        if held:
-            raise ArgumentError(
-                f"context was given, but the cache holds the keys and values of {held} tokens of a "
-                "context already. Leave context out to read those, or call cache.reset() before "
-                "another one."
-            )
-        check_sequence("context", context, "context_dim", self.context_dim)
-        if x.shape[0] != context.shape[0]:
-            raise ArgumentError(
-                f"x and context must have the same batch size; got {x.shape[0]} and "
-                f"{context.shape[0]}."
+                "context was given to a self-attention layer. Build a cross-attention with "
+                f"MultiHeadAttention(..., context_dim={context.shape[-1]})."
             )
 
     @classmethod
@@ -341,10 +333,9 @@ class MultiHeadAttention(nn.Module):
     ) -> MultiHeadAttention:
         """The same layer as a `torch.nn.MultiheadAttention`, with a copy of its weights.
 
-        Three things differ in how the two are called. This layer takes [B, L, width] whatever the
-        module's `batch_first` says: transpose the inputs of a module that has it False. A bool mask
-        here says True for "may attend", there for "hidden". And weights are not dropped out: a
-        module with `dropout` is accepted in eval mode, where it drops nothing.
+        Two things differ in how they are called. This layer takes [B, L, width] whatever the
+        module's `batch_first` says: transpose the inputs of a module that has it False. And a bool
+        mask here says True for "may attend", there for "hidden".
 
         Args:
             module: packed projections, or separate ones (`kdim`, `vdim`).
@@ -352,11 +343,25 @@ class MultiHeadAttention(nn.Module):
                 `kdim` of its own; for one without, torch's module does not say which it is.
 
         Raises:
-            ArgumentError: `add_bias_kv`, `add_zero_attn`, `kdim` other than `vdim`, dropout in
-                training mode, or `cross=False` for a module with its own `kdim`.
+            ArgumentError: `add_bias_kv`, `add_zero_attn`, `kdim` other than `vdim`, or
+                `cross=False` for a module with its own `kdim`.
             DtypeError: `module` is not a `torch.nn.MultiheadAttention`.
         """
         return convert.attention_from_torch(cls, module, cross)
+
+    def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
+        """The same layer as a `torch.nn.MultiheadAttention`, with a copy of its weights.
+
+        A cross-attention whose context has a width of its own gets separate projections there,
+        which torch calls `kdim` and `vdim`. torch has biases everywhere or nowhere: where this
+        layer has some of them, the others are there as zeros.
+
+        Raises:
+            ArgumentError: what torch's module can't do: grouped KV heads, heads that do not fill
+                the width, a scale, rope, qk_norm, a window, a softcap or sinks.
+            DtypeError: a projection that was replaced by another module, such as an adapter.
+        """
+        return convert.attention_to_torch(self, batch_first)
 
     def extra_repr(self) -> str:
         """The sizes that `print(layer)` shows."""
@@ -371,6 +376,8 @@ class MultiHeadAttention(nn.Module):
                 sizes.append(f"{name}={getattr(self, name)}")
         if self.sinks is not None:
             sizes.append("sinks=True")
+        if self.dropout:
+            sizes.append(f"dropout={self.dropout}")
         return ", ".join(sizes)
 
 
@@ -394,15 +401,3 @@ def _check_cross(**options: object) -> None:
                 f"{name} compares the positions of one sequence, but with context_dim the layer "
                 f"reads another one. Leave {name} or context_dim out."
             )
-
-
-def _check_positions(positions: Tensor, x: Tensor) -> None:
-    batch, length, _ = x.shape
-    if positions.is_floating_point() or positions.dtype == torch.bool:
-        kind = str(positions.dtype).removeprefix("torch.")
-        raise DtypeError(f"positions must be integers; got {kind}. Write positions.long().")
-    if positions.shape not in ((length,), (1, length), (batch, length)):
-        raise ArgumentError(
-            f"positions must have one number a token of x, shape ({length},) or ({batch}, "
-            f"{length}); got {tuple(positions.shape)}."
-        )
