@@ -10,8 +10,9 @@ NAMES = """
     STATISTICS ALiBi ArgumentError AttentionResult BackendError Causal Dense DeviceError Documents
     DtypeError Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths KeyPadding
     KeyValues Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
-    Positions PrefixCausal QueryStart SlidingWindow TransformerBlock Window attention attention_map
-    attention_weights attention_with_stats explain received_attention watch
+    Positions PrefixCausal Prepacked QueryStart SlidingWindow TransformerBlock Window attention
+    attention_map attention_weights attention_with_stats explain prepack received_attention unpack
+    watch
 """
 
 

@@ -32,7 +32,10 @@ from .nn import (
     GatedFeedForward,
     KVCache,
     MultiHeadAttention,
+    Prepacked,
     TransformerBlock,
+    prepack,
+    unpack,
 )
 from .ops.attention import (
     AttentionResult,
@@ -77,6 +80,7 @@ __all__ = [
     "MultiheadError",
     "Positions",
     "PrefixCausal",
+    "Prepacked",
     "QueryStart",
     "SlidingWindow",
     "TransformerBlock",
@@ -86,7 +90,9 @@ __all__ = [
     "attention_weights",
     "attention_with_stats",
     "explain",
+    "prepack",
     "received_attention",
+    "unpack",
     "watch",
 ]
 
