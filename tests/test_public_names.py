@@ -7,12 +7,12 @@ import inspect
 import multihead as mh
 
 NAMES = """
-    STATISTICS ALiBi ArgumentError AttentionResult BackendError Causal Dense DeviceError Documents
+    ALiBi ArgumentError AttentionResult BackendError Cache Causal Dense DeviceError Documents
     DtypeError Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths KeyPadding
     KeyValues Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
-    Positions PrefixCausal Prepacked QueryStart SlidingWindow TransformerBlock Window attention
-    attention_map attention_weights attention_with_stats explain prepack received_attention unpack
-    watch
+    PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart STATISTICS
+    SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache attention attention_map
+    attention_weights attention_with_stats explain prepack received_attention unpack watch
 """
 
 

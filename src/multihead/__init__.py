@@ -28,12 +28,17 @@ from .masks import (
     Window,
 )
 from .nn import (
+    Cache,
     FeedForward,
     GatedFeedForward,
     KVCache,
     MultiHeadAttention,
+    PagedKVCache,
     Prepacked,
+    QuantizedKVCache,
+    StaticKVCache,
     TransformerBlock,
+    WindowKVCache,
     prepack,
     unpack,
 )
@@ -44,9 +49,18 @@ from .ops.attention import (
     attention_with_stats,
     explain,
 )
-from .ops.key_values import KeyValues
-from .ops.problem import STATISTICS, ALiBi
-from .ops.weights import attention_map, attention_weights, received_attention
+from .ops.key_values import (
+    KeyValues,
+)
+from .ops.problem import (
+    STATISTICS,
+    ALiBi,
+)
+from .ops.weights import (
+    attention_map,
+    attention_weights,
+    received_attention,
+)
 
 if TYPE_CHECKING:
     from .heads.watch import watch
@@ -59,6 +73,7 @@ __all__ = [
     "ArgumentError",
     "AttentionResult",
     "BackendError",
+    "Cache",
     "Causal",
     "Dense",
     "DeviceError",
@@ -78,13 +93,17 @@ __all__ = [
     "ModelError",
     "MultiHeadAttention",
     "MultiheadError",
+    "PagedKVCache",
     "Positions",
     "PrefixCausal",
     "Prepacked",
+    "QuantizedKVCache",
     "QueryStart",
     "SlidingWindow",
+    "StaticKVCache",
     "TransformerBlock",
     "Window",
+    "WindowKVCache",
     "attention",
     "attention_map",
     "attention_weights",

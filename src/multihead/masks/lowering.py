@@ -80,7 +80,9 @@ class Lowering:
         self._same_device(visible, "mask")
         self.dense = visible if self.dense is None else self.dense & visible
 
-    def match_ids(self, query_ids: Tensor, key_ids: Tensor | None) -> None:
+    def match_ids(
+        self, query_ids: Tensor, key_ids: Tensor | None, *, sets_frame: bool = True
+    ) -> None:
         query_ids, key_ids = _small_ids(query_ids, key_ids)
         query = self._two_dims(query_ids, self.query_length, "Documents.query_ids", "query")
         if key_ids is None:
@@ -92,7 +94,8 @@ class Lowering:
             key = query
         else:
             key = self._two_dims(key_ids, self.key_length, "Documents.key_ids", "key")
-            self._set_frame("Documents with key_ids", (_last_to_last(query, key), None))
+            if sets_frame:
+                self._set_frame("Documents with key_ids", (_last_to_last(query, key), None))
         self.ids = (query, key) if self.ids is None else _joint_ids(self.ids, (query, key))
 
     def bound_lengths(self, lengths: Tensor, query_lengths: Tensor | None) -> None:

@@ -37,6 +37,14 @@ class Mask:
         """The rule as a value: its class and its integers; None if there is more to it."""
         return None
 
+    def within(self, columns: Tensor | None) -> Mask:
+        """The rule for a call whose frame another mask sets: a cache's.
+
+        `columns`, integers [Lk], are the columns that this rule has for those of the call; None
+        where they are the same. The newest of all columns is among them.
+        """
+        return self
+
     def lower(
         self,
         query_length: int,
@@ -97,6 +105,9 @@ class Intersection(Mask):
     def numbers(self) -> tuple[object, ...] | None:
         each = tuple([mask.numbers() for mask in self.masks])
         return None if type(self) is not Intersection or None in each else (Intersection, *each)
+
+    def within(self, columns: Tensor | None) -> Mask:
+        return Intersection(tuple([mask.within(columns) for mask in self.masks]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +201,9 @@ class KeyPadding(Mask):
     def add_to(self, lowering: Lowering) -> None:
         lowering.show_keys(self.visible)
 
+    def within(self, columns: Tensor | None) -> Mask:
+        return KeyPadding(_at(columns, self.visible, "KeyPadding"))
+
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
@@ -211,6 +225,22 @@ class Documents(Mask):
     def add_to(self, lowering: Lowering) -> None:
         lowering.match_ids(self.query_ids, self.key_ids)
 
+    def within(self, columns: Tensor | None) -> Mask:
+        if self.key_ids is None:
+            return self
+        return _SameIds(self.query_ids, _at(columns, self.key_ids, "Documents.key_ids"))
+
+
+@dataclass(frozen=True, eq=False)
+class _SameIds(Mask):
+    """`Documents` in a frame that is set already: it hides what it hides, and moves nothing."""
+
+    query_ids: Tensor
+    key_ids: Tensor
+
+    def add_to(self, lowering: Lowering) -> None:
+        lowering.match_ids(self.query_ids, self.key_ids, sets_frame=False)
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
@@ -229,6 +259,9 @@ class Dense(Mask):
 
     def add_to(self, lowering: Lowering) -> None:
         lowering.show_pairs(self.visible)
+
+    def within(self, columns: Tensor | None) -> Mask:
+        return Dense(_at(columns, self.visible, "mask"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,6 +348,20 @@ def four_dims(tensor: Tensor, name: str) -> Tensor:
     else:
         remedy = f"{tensor.ndim} dimensions have no meaning here."
     raise MaskError(f"{name} must be [Lq, Lk] or [B, H, Lq, Lk]; got {shape}. {remedy}")
+
+
+def _at(columns: Tensor | None, tensor: Tensor, name: str) -> Tensor:
+    """These columns of a tensor that has all of them, or one for all."""
+    if columns is None or tensor.shape[-1] == 1:
+        return tensor
+    if not torch.compiler.is_compiling() and columns.numel():
+        count = int(columns.max()) + 1
+        if tensor.shape[-1] != count:
+            raise MaskError(
+                f"{name} covers {tensor.shape[-1]} positions, but {count} tokens came so far. A "
+                "cache that dropped some still takes masks for all of them."
+            )
+    return tensor.index_select(-1, columns)
 
 
 def _numbers(

@@ -1,9 +1,24 @@
 """The one function, its backends, and exact pieces of the matrix it does not build."""
 
-from .attention import AttentionResult, Explanation, attention, attention_with_stats, explain
-from .key_values import KeyValues
-from .problem import STATISTICS, ALiBi
-from .weights import attention_map, attention_weights, received_attention
+from .attention import (
+    AttentionResult,
+    Explanation,
+    attention,
+    attention_with_stats,
+    explain,
+)
+from .key_values import (
+    KeyValues,
+)
+from .problem import (
+    STATISTICS,
+    ALiBi,
+)
+from .weights import (
+    attention_map,
+    attention_weights,
+    received_attention,
+)
 
 __all__ = [
     "STATISTICS",

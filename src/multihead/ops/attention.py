@@ -25,7 +25,6 @@ from .problem import (
     Problem,
     autocast,
     checked_dropout,
-    checked_mask,
     checked_scale,
     checked_softcap,
     checked_stats,
@@ -81,10 +80,10 @@ def attention(
 
     Source: Vaswani et al. 2017, equation 1; softcap: Gemma 2; sinks: gpt-oss.
     """
-    keys, values, mask = _key_and_value(key, value, mask)
     is_array = isinstance(query, np.ndarray)
     if is_array:
-        query, keys, values, mask, bias, sinks = _tensors(query, keys, values, mask, bias, sinks)
+        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
+    keys, values, mask, bias = _opened(query, key, value, mask, bias)
     out, _ = _attend(query, keys, values, (), mask, bias, scale, softcap, sinks, dropout_p, backend)
     return cast(T, out.numpy() if is_array else out)
 
@@ -129,10 +128,10 @@ def attention_with_stats(
     Source: Dao et al. 2022 for lse; Zhai et al. 2023 for entropy; Kimi K2 2025 for max_qk.
     """
     names: tuple[str, ...] = checked_stats(stats)
-    keys, values, mask = _key_and_value(key, value, mask)
     is_array = isinstance(query, np.ndarray)
     if is_array:
-        query, keys, values, mask, bias, sinks = _tensors(query, keys, values, mask, bias, sinks)
+        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
+    keys, values, mask, bias = _opened(query, key, value, mask, bias)
     query, keys, values = autocast(query, keys, values)
     kept = names if "lse" in names else ("lse", *names)
     out, computed = _attend(
@@ -213,9 +212,9 @@ def explain(
     Takes the arguments of `attention` and `attention_with_stats`; computes no attention. Raises
     what they would raise for bad arguments, but not where a named backend can't serve.
     """
-    keys, values, mask = _key_and_value(key, value, mask)
     if isinstance(query, np.ndarray):
-        query, keys, values, mask, bias, sinks = _tensors(query, keys, values, mask, bias, sinks)
+        query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
+    keys, values, mask, bias = _opened(query, key, value, mask, bias)
     if isinstance(query, Tensor) and query.device.type == "meta":
         raise ArgumentError("explain counts visible pairs; meta tensors have none to count.")
     problem = describe(
@@ -333,19 +332,20 @@ def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     return out, stats
 
 
-def _key_and_value(key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
-    """key, value and mask, also where the first holds both and a frame for the third."""
+def _opened(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
+    """key, value, mask and bias, also where the first is a cache's KeyValues."""
     if not isinstance(key, KeyValues):
         if value is None:
             raise ArgumentError(
                 "value is missing: pass query, key and value, or query and a cache's KeyValues."
             )
-        return key, value, mask
+        return key, value, mask, bias
     if value is not None:
         raise ArgumentError("value was given beside KeyValues, which hold the values already.")
-    if key.frame is None:
-        return key.key, key.value, mask
-    return key.key, key.value, key.frame if mask is None else checked_mask(mask) & key.frame
+    mask, bias = key.rule(mask), key.bias(bias)
+    if key.are_tensors:
+        return key.key, key.value, mask, bias
+    return *key.tensors(query.dtype), mask, bias
 
 
 def _tensors(*arrays: Any) -> tuple[Any, ...]:

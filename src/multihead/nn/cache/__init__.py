@@ -1,0 +1,17 @@
+"""Key-value caches: what a layer keeps of the tokens that it has seen."""
+
+from .growing import KVCache
+from .paged import PagedKVCache
+from .protocol import Cache
+from .quantized import QuantizedKVCache
+from .static import StaticKVCache
+from .window import WindowKVCache
+
+__all__ = [
+    "Cache",
+    "KVCache",
+    "PagedKVCache",
+    "QuantizedKVCache",
+    "StaticKVCache",
+    "WindowKVCache",
+]
