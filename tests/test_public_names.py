@@ -12,7 +12,8 @@ NAMES = """
     KeyValues Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
     PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart STATISTICS
     SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache attention attention_map
-    attention_weights attention_with_stats explain prepack received_attention unpack watch
+    attention_weights attention_with_stats explain prepack received_attention replace_sdpa unpack
+    watch
 """
 
 

@@ -64,6 +64,7 @@ from .ops.weights import (
 
 if TYPE_CHECKING:
     from .heads.watch import watch
+    from .integrations.sdpa import replace_sdpa
 
 __version__ = "0.1.0"
 
@@ -111,6 +112,7 @@ __all__ = [
     "explain",
     "prepack",
     "received_attention",
+    "replace_sdpa",
     "unpack",
     "watch",
 ]
@@ -121,11 +123,13 @@ for _name in __all__:
         globals()[_name].__module__ = "multihead"
 del _name
 
+_LATER = {"replace_sdpa": ".integrations.sdpa", "watch": ".heads.watch"}
+
 
 def __getattr__(name: str) -> Any:
     """Load what stands above the layers only when it is used."""
-    if name == "watch":
-        watch = import_module(".heads.watch", __name__).watch
-        watch.__module__ = __name__
-        return watch
+    if name in _LATER:
+        thing = getattr(import_module(_LATER[name], __name__), name)
+        thing.__module__ = __name__
+        return thing
     raise AttributeError(f"module 'multihead' has no attribute {name!r}")

@@ -34,6 +34,7 @@ class Lowering:
     key_visible: Tensor | None = None
     ids: tuple[Tensor, Tensor] | None = None
     dense: Tensor | None = None
+    ranges: Tensor | None = None
 
     def __init__(
         self,
@@ -79,6 +80,20 @@ class Lowering:
             )
         self._same_device(visible, "mask")
         self.dense = visible if self.dense is None else self.dense & visible
+
+    def show_ranges(self, ranges: Tensor) -> None:
+        batch, heads, rows, _, _ = ranges.shape
+        if (
+            rows != self.query_length
+            or (self.batch is not None and batch not in (1, self.batch))
+            or (self.heads is not None and heads not in (1, self.heads))
+            or self.ranges is not None
+        ):
+            raise MaskError(
+                "One mask of ranges fits a call, [B|1, H|1, Lq, R, 2]; got a second one, or "
+                f"{list(ranges.shape)} for {self.query_length} queries."
+            )
+        self.ranges = self._same_device(ranges, "ranges").to(torch.int32).contiguous()
 
     def match_ids(
         self, query_ids: Tensor, key_ids: Tensor | None, *, sets_frame: bool = True
@@ -168,10 +183,16 @@ class Lowering:
                 dense=dense,
             )
 
-        if len(lefts) <= 1 and len(rights) <= 1:
+        if self.ranges is None and len(lefts) <= 1 and len(rights) <= 1:
             return parts(lefts[0] if lefts else None, rights[0] if rights else None)
         pairs = itertools.zip_longest(lefts, rights)
         windows = [parts(left, right, dense=None) for left, right in pairs]
+        if self.ranges is not None:
+            if not windows:
+                return parts(None, None, ranges=self.ranges)
+            if key_positions is not None:
+                raise MaskError("A mask of ranges counts columns; it does not go with Positions.")
+            windows.append(parts(None, None, ranges=self.ranges, dense=None))
         if key_positions is not None:
             # Explicit key positions have no intervals; such a call pays for its booleans.
             visible = windows[0].visible()
@@ -190,6 +211,7 @@ class Lowering:
             or self.key_visible is not None
             or self.ids is not None
             or self.dense is not None
+            or self.ranges is not None
         ):
             return None
         start = self.key_length - self.query_length if self.frame is None else self.frame[1]
