@@ -8,12 +8,13 @@ import multihead as mh
 
 NAMES = """
     ALiBi ArgumentError AttentionResult BackendError Cache Causal Dense DeviceError Documents
-    DtypeError Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths KeyPadding
-    KeyValues Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
-    PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart STATISTICS
-    SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache attention attention_map
-    attention_weights attention_with_stats explain prepack received_attention replace_sdpa unpack
-    watch
+    DtypeError DynamicNTKScaling Explanation FeedForward GatedFeedForward InputError KVCache
+    KeyLengths KeyPadding KeyValues LearnedPositions LinearScaling Llama3Scaling Mask MaskError
+    MissingExtraError ModelError MultiHeadAttention MultiheadError NTKScaling PagedKVCache
+    Positions PrefixCausal Prepacked QuantizedKVCache QueryStart RoPE Rotation STATISTICS
+    SinusoidalPositions SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache
+    YaRNScaling alibi_slopes apply_rope attention attention_map attention_weights
+    attention_with_stats explain prepack received_attention replace_sdpa unpack watch
 """
 
 

@@ -1,4 +1,4 @@
-"""Layers, and what they keep of earlier tokens."""
+"""Layers, positions, and what layers keep of earlier tokens."""
 
 from .block import (
     TransformerBlock,
@@ -26,16 +26,27 @@ from .prepack import (
 
 __all__ = [
     "Cache",
+    "DynamicNTKScaling",
     "FeedForward",
     "GatedFeedForward",
     "KVCache",
+    "LearnedPositions",
+    "LinearScaling",
+    "Llama3Scaling",
     "MultiHeadAttention",
+    "NTKScaling",
     "PagedKVCache",
     "Prepacked",
     "QuantizedKVCache",
+    "RoPE",
+    "Rotation",
+    "SinusoidalPositions",
     "StaticKVCache",
     "TransformerBlock",
     "WindowKVCache",
+    "YaRNScaling",
+    "alibi_slopes",
+    "apply_rope",
     "prepack",
     "unpack",
 ]

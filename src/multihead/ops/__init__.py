@@ -11,8 +11,8 @@ from .key_values import (
     KeyValues,
 )
 from .problem import (
-    STATISTICS,
     ALiBi,
+    STATISTICS,
 )
 from .weights import (
     attention_map,
@@ -21,11 +21,11 @@ from .weights import (
 )
 
 __all__ = [
-    "STATISTICS",
     "ALiBi",
     "AttentionResult",
     "Explanation",
     "KeyValues",
+    "STATISTICS",
     "attention",
     "attention_map",
     "attention_weights",
