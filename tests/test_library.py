@@ -132,6 +132,17 @@ def test_fake_and_meta_tensors_get_shapes_without_work() -> None:
         assert mh.attention(fake, fake, fake).shape == (2, 3, 5, 4)
 
 
+def test_fake_and_meta_tensors_get_gradients_without_work() -> None:
+    query = torch.empty(2, 3, 5, 4, device="meta", requires_grad=True)
+    mh.attention(query, query, query, mask=mh.Causal()).sum().backward()
+    assert query.grad.is_meta
+    assert query.grad.shape == query.shape
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2, 3, 5, 4, requires_grad=True)
+        mh.attention(fake, fake, fake).sum().backward()
+        assert fake.grad.shape == fake.shape
+
+
 def test_real_tensors_under_a_fake_mode_or_a_tracer() -> None:
     """No pointer is taken while something else watches the operators."""
     query = torch.randn(1, 2, 5, 4)

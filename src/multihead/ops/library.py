@@ -53,7 +53,7 @@ def run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and statistics of a described call, recorded for autograd where it asks for it."""
     if torch._C._get_tracing_state() is not None:
         raise BackendError("torch.jit.trace can't record attention; torch.export and compile can.")
-    through_operator = _needs_operator(problem)
+    through_operator = _needs_operator(problem.differentiated)
     if backend == "reference":
         return _computed(problem, backend)
     if problem.needs_grad:
@@ -90,14 +90,10 @@ def intercepted() -> bool:
     )
 
 
-def _needs_operator(problem: Problem) -> bool:
+def _needs_operator(tensors: Sequence[Tensor | None]) -> bool:
     """Whether pointers must not be taken: of intercepted calls, meta tensors and subclasses."""
-    return (
-        intercepted()
-        or problem.query.is_meta
-        or any(
-            tensor is not None and type(tensor) not in PLAIN for tensor in problem.differentiated
-        )
+    return intercepted() or any(
+        tensor is not None and (tensor.is_meta or type(tensor) not in PLAIN) for tensor in tensors
     )
 
 
@@ -255,7 +251,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling():
+        if _needs_operator(arguments[:6]):
             return tuple(torch.ops.multihead.attend(*arguments))
         return _attend(*arguments)
 
@@ -284,8 +280,8 @@ class _Attend(torch.autograd.Function):
         ]
         named = dict(zip(_NAMES, grads, strict=True))
         given = [named[name] for name in ("out", *DIFFERENTIABLE)]
-        tracing = torch.compiler.is_compiling()
-        call = torch.ops.multihead.attend_backward if tracing else _attend_backward
+        through_operator = _needs_operator(arguments[:6])
+        call = torch.ops.multihead.attend_backward if through_operator else _attend_backward
         results = call(*given, *arguments)
         per_input = [
             result if tensor is not None else None
