@@ -53,25 +53,10 @@ from .nn import (
     prepack,
     unpack,
 )
-from .ops.attention import (
-    AttentionResult,
-    Explanation,
-    attention,
-    attention_with_stats,
-    explain,
-)
-from .ops.key_values import (
-    KeyValues,
-)
-from .ops.problem import (
-    ALiBi,
-    STATISTICS,
-)
-from .ops.weights import (
-    attention_map,
-    attention_weights,
-    received_attention,
-)
+from .ops.attention import AttentionResult, Explanation, attention, attention_with_stats, explain
+from .ops.key_values import KeyValues
+from .ops.problem import STATISTICS, ALiBi
+from .ops.weights import attention_map, attention_weights, received_attention
 
 if TYPE_CHECKING:
     from .heads.watch import watch
@@ -80,6 +65,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "STATISTICS",
     "ALiBi",
     "ArgumentError",
     "AttentionResult",
@@ -117,7 +103,6 @@ __all__ = [
     "QueryStart",
     "RoPE",
     "Rotation",
-    "STATISTICS",
     "SinusoidalPositions",
     "SlidingWindow",
     "StaticKVCache",

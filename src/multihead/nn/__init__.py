@@ -1,28 +1,19 @@
 """Layers, positions, and what layers keep of earlier tokens."""
 
-from .block import (
-    TransformerBlock,
+from .block import TransformerBlock
+from .cache import Cache, KVCache, PagedKVCache, QuantizedKVCache, StaticKVCache, WindowKVCache
+from .feed_forward import FeedForward, GatedFeedForward
+from .multi_head import MultiHeadAttention
+from .positions import (
+    LearnedPositions,
+    RoPE,
+    Rotation,
+    SinusoidalPositions,
+    alibi_slopes,
+    apply_rope,
 )
-from .cache import (
-    Cache,
-    KVCache,
-    PagedKVCache,
-    QuantizedKVCache,
-    StaticKVCache,
-    WindowKVCache,
-)
-from .feed_forward import (
-    FeedForward,
-    GatedFeedForward,
-)
-from .multi_head import (
-    MultiHeadAttention,
-)
-from .prepack import (
-    Prepacked,
-    prepack,
-    unpack,
-)
+from .prepack import Prepacked, prepack, unpack
+from .rope_scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, NTKScaling, YaRNScaling
 
 __all__ = [
     "Cache",

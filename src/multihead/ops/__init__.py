@@ -1,31 +1,16 @@
 """The one function, its backends, and exact pieces of the matrix it does not build."""
 
-from .attention import (
-    AttentionResult,
-    Explanation,
-    attention,
-    attention_with_stats,
-    explain,
-)
-from .key_values import (
-    KeyValues,
-)
-from .problem import (
-    ALiBi,
-    STATISTICS,
-)
-from .weights import (
-    attention_map,
-    attention_weights,
-    received_attention,
-)
+from .attention import AttentionResult, Explanation, attention, attention_with_stats, explain
+from .key_values import KeyValues
+from .problem import STATISTICS, ALiBi
+from .weights import attention_map, attention_weights, received_attention
 
 __all__ = [
+    "STATISTICS",
     "ALiBi",
     "AttentionResult",
     "Explanation",
     "KeyValues",
-    "STATISTICS",
     "attention",
     "attention_map",
     "attention_weights",
