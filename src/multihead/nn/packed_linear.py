@@ -85,8 +85,9 @@ class PackedLinear(nn.Linear):
     Parameters, state dict, hooks and results are those of `torch.nn.Linear`. The copy serves calls
     that need no derivative, of as many rows as it was chosen for; all others take
     `torch.nn.functional.linear`: under autograd, autocast, torch.compile, export, tracing,
-    `torch.func` and torch's function and dispatch modes, for weights that another tensor stands in
-    for (parametrizations, `functional_call`), other devices, dtypes and layouts.
+    `torch.func` and torch's function and dispatch modes (`replace_sdpa` is one), for weights that
+    another tensor stands in for (parametrizations, `functional_call`), other devices, dtypes and
+    layouts.
 
     A weight that changed is packed anew by the next call. Changes are seen by torch's version
     counter, by address, shape and dtype, and by 128 of its numbers.
@@ -110,7 +111,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., in_features] times the weight, plus the bias: [..., out_features]."""
-        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
+        if not _watched():  # first: a function mode is shown each question to a tensor
             # From the dictionary: what a parametrization puts in a parameter's place is not in it.
             weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
             if (
@@ -139,7 +140,6 @@ class PackedLinear(nn.Linear):
             and (bias is None or _fits(bias, outputs, weight.dtype))
             and not _differentiates(input, weight, bias)
             and torch._C._get_mkldnn_enabled()
-            and not _watched()
         )
 
     def _current(self, weight: Tensor) -> PackedWeight | None:
@@ -231,11 +231,13 @@ def _differentiates(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _watched() -> bool:
     """Whether something wants to see, change or differentiate what torch's functions do."""
     return bool(
-        torch._C._is_any_autocast_enabled()
+        torch.compiler.is_compiling()
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
