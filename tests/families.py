@@ -29,6 +29,7 @@ def _decoders(t):
         ),
     )
     yield "qwen2", t.Qwen2ForCausalLM, t.Qwen2Config(**_GROUPED, hidden_size=60)
+    yield "qwen3", t.Qwen3ForCausalLM, t.Qwen3Config(**_GROUPED, hidden_size=42, head_dim=10)
     yield (
         "mistral",
         t.MistralForCausalLM,

@@ -7,13 +7,14 @@ import inspect
 import multihead as mh
 
 NAMES = """
-    ALiBi ArgumentError AttentionResult BackendError Cache Causal Dense DeviceError Documents
-    DtypeError DynamicNTKScaling Explanation FeedForward GatedFeedForward InputError KVCache
-    KeyLengths KeyPadding KeyValues LearnedPositions LinearScaling Llama3Scaling Mask MaskError
-    MissingExtraError ModelError MultiHeadAttention MultiheadError NTKScaling PagedKVCache
-    Positions PrefixCausal Prepacked QuantizedKVCache QueryStart RoPE Rotation STATISTICS
-    SinusoidalPositions SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache
-    YaRNScaling alibi_slopes apply_rope attention attention_map attention_weights
+    ALiBi ArgumentError AttentionResult BackendError BlockConfig Cache Causal Dense DeviceError
+    Documents DtypeError DynamicNTKScaling Encoder EncoderConfig EncoderDecoder
+    EncoderDecoderConfig Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths
+    KeyPadding KeyValues LanguageModel LanguageModelConfig LearnedPositions LinearScaling
+    Llama3Scaling Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
+    NTKScaling PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart RoPE
+    Rotation STATISTICS SinusoidalPositions SlidingWindow StaticKVCache TransformerBlock Window
+    WindowKVCache YaRNScaling alibi_slopes apply_rope attention attention_map attention_weights
     attention_with_stats explain prepack received_attention replace_sdpa unpack watch
 """
 

@@ -27,6 +27,15 @@ from .masks import (
     SlidingWindow,
     Window,
 )
+from .models import (
+    BlockConfig,
+    Encoder,
+    EncoderConfig,
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    LanguageModel,
+    LanguageModelConfig,
+)
 from .nn import (
     Cache,
     DynamicNTKScaling,
@@ -70,6 +79,7 @@ __all__ = [
     "ArgumentError",
     "AttentionResult",
     "BackendError",
+    "BlockConfig",
     "Cache",
     "Causal",
     "Dense",
@@ -77,6 +87,10 @@ __all__ = [
     "Documents",
     "DtypeError",
     "DynamicNTKScaling",
+    "Encoder",
+    "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
     "Explanation",
     "FeedForward",
     "GatedFeedForward",
@@ -85,6 +99,8 @@ __all__ = [
     "KeyLengths",
     "KeyPadding",
     "KeyValues",
+    "LanguageModel",
+    "LanguageModelConfig",
     "LearnedPositions",
     "LinearScaling",
     "Llama3Scaling",

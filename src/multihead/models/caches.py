@@ -1,0 +1,64 @@
+"""The caches of a model: one a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+
+from ..errors import ArgumentError
+from ..nn import (
+    Cache,
+    KVCache,
+    PagedKVCache,
+    QuantizedKVCache,
+    StaticKVCache,
+    WindowKVCache,
+)
+from .config import BlockConfig
+
+CacheKind = Literal["growing", "static", "window", "paged", "int8"]
+
+
+def build_caches(
+    layers: Sequence[BlockConfig],
+    kind: CacheKind,
+    batch: int,
+    capacity: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Cache]:
+    """An empty cache for each layer; see `LanguageModel.make_caches`."""
+    if kind not in get_args(CacheKind):
+        raise ArgumentError(
+            f"there is no cache of kind {kind!r}; there are {', '.join(get_args(CacheKind))}."
+        )
+    if kind == "static" and capacity is None:
+        raise ArgumentError("a static cache is taken at once: say how many tokens, capacity=.")
+
+    def build(layer: BlockConfig) -> Cache:
+        if kind == "int8":
+            return QuantizedKVCache()
+        if kind == "window" and layer.window is not None:
+            return WindowKVCache(layer.window)
+        if kind in ("growing", "window"):
+            return KVCache()
+        heads, width = layer.kv_heads, layer.width
+        if kind == "paged":
+            return PagedKVCache(batch, heads, width, dtype=dtype, device=device)
+        assert capacity is not None
+        return StaticKVCache(batch, heads, capacity, width, dtype=dtype, device=device)
+
+    return [build(layer) for layer in layers]
+
+
+def length_of(caches: Sequence[Cache]) -> int:
+    """How many tokens the caches of a model hold, of their longest row."""
+    return caches[0].length
+
+
+def nbytes_of(caches: Sequence[Cache]) -> int:
+    """The bytes of memory that the caches of a model take."""
+    return sum(cache.nbytes for cache in caches)
