@@ -13,9 +13,10 @@ NAMES = """
     KeyPadding KeyValues LanguageModel LanguageModelConfig LearnedPositions LinearScaling
     Llama3Scaling Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
     NTKScaling PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart RoPE
-    Rotation STATISTICS SinusoidalPositions SlidingWindow StaticKVCache TransformerBlock Window
-    WindowKVCache YaRNScaling alibi_slopes apply_rope attention attention_map attention_weights
-    attention_with_stats explain prepack received_attention replace_sdpa unpack watch
+    Rotation STATISTICS Sampling SinusoidalPositions SlidingWindow StaticKVCache
+    TransformerBlock Window WindowKVCache YaRNScaling alibi_slopes apply_rope attention
+    attention_map attention_weights attention_with_stats explain generate generate_steps prepack
+    received_attention replace_sdpa unpack watch
 """
 
 

@@ -35,6 +35,9 @@ from .models import (
     EncoderDecoderConfig,
     LanguageModel,
     LanguageModelConfig,
+    Sampling,
+    generate,
+    generate_steps,
 )
 from .nn import (
     Cache,
@@ -119,6 +122,7 @@ __all__ = [
     "QueryStart",
     "RoPE",
     "Rotation",
+    "Sampling",
     "SinusoidalPositions",
     "SlidingWindow",
     "StaticKVCache",
@@ -133,6 +137,8 @@ __all__ = [
     "attention_weights",
     "attention_with_stats",
     "explain",
+    "generate",
+    "generate_steps",
     "prepack",
     "received_attention",
     "replace_sdpa",

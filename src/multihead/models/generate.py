@@ -1,0 +1,238 @@
+"""Continuing texts: prompts of any lengths together, token by token.
+
+Shape suffixes: b batch, l column, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..masks import KeyPadding
+from ..nn import Cache
+from .caches import CacheKind, length_of
+from .embeddings import check_token_ids
+from .language_model import LanguageModel
+from .prompts import Batch, Prompts, batch_of
+from .sampling import Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One more token of each row.
+
+    Attributes:
+        tokens: a token a row; None for a row that has ended.
+        logits: [B, V], what they were chosen from.
+    """
+
+    tokens: tuple[int | None, ...]
+    logits: Tensor
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Collection[int] = (),
+    padding: KeyPadding | None = None,
+    generator: torch.Generator | None = None,
+    cache: CacheKind = "growing",
+    prefix: Sequence[Cache] | None = None,
+    chunk: int | None = None,
+) -> list[list[int]]:
+    """Continue each prompt by up to `max_new_tokens` tokens.
+
+    A row's logits are those of its prompt alone: positions count its own tokens, and padding is
+    never seen, whatever its id and on whichever side.
+
+    Args:
+        model: a language model.
+        prompts: integer tensor [L] or [B, L], a sequence of tokens, or a sequence of rows of any
+            lengths.
+        max_new_tokens: where a row ends at the latest.
+        temperature: 0 takes the likeliest token each time; above 0 tokens are drawn, from a flatter
+            distribution the higher it is.
+        top_k: draw among the k likeliest tokens.
+        top_p: draw among the fewest likeliest tokens whose probabilities sum to `top_p` or more.
+        stop: the tokens after which a row ends; they are part of what is returned.
+        padding: which entries of a tensor [B, L] are tokens; without it all are.
+        generator: what drawing takes its randomness from; torch's own if None. The same seed gives
+            the same tokens for the same batch.
+        cache: what keeps earlier tokens, a kind of `LanguageModel.make_caches`.
+        prefix: caches of tokens that come before every prompt, one a layer. They are forked: what
+            they hold stays as it is, and may begin other texts.
+        chunk: read prompts in pieces of so many columns, which bounds the memory of long ones.
+
+    Returns:
+        The new tokens of each row.
+
+    Raises:
+        ArgumentError: an empty prompt, a number out of range, more tokens than a learned table has
+            positions, or a prefix that does not fit.
+        ModelError: logits that are not finite.
+    """
+    texts: list[list[int]] = [[] for _ in batch_of(prompts, padding).token_ids]
+    for step in generate_steps(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        padding=padding,
+        generator=generator,
+        cache=cache,
+        prefix=prefix,
+        chunk=chunk,
+    ):
+        for text, token in zip(texts, step.tokens, strict=True):
+            if token is not None:
+                text.append(token)
+    return texts
+
+
+def generate_steps(
+    model: LanguageModel,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Collection[int] = (),
+    padding: KeyPadding | None = None,
+    generator: torch.Generator | None = None,
+    cache: CacheKind = "growing",
+    prefix: Sequence[Cache] | None = None,
+    chunk: int | None = None,
+) -> Iterator[Step]:
+    """What `generate` does, a step at a time; it ends when every row has ended.
+
+    Takes the arguments of `generate` and raises what it does: all but `ModelError` at once, not at
+    the first step.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    if max_new_tokens < 0:
+        raise ArgumentError(f"max_new_tokens must be 0 or above; got {max_new_tokens}.")
+    if chunk is not None and chunk < 1:
+        raise ArgumentError(f"chunk must be at least 1 column; got {chunk}.")
+    batch = batch_of(prompts, padding, device=model.embedding.weight.device)
+    check_token_ids(batch.token_ids, model.config.vocab_size)
+    held = 0 if prefix is None else length_of(prefix)
+    _check_room(model, held + batch.token_ids.shape[1] + max_new_tokens)
+    if prefix is None:
+        caches: Sequence[Cache] = model.make_caches(
+            cache, batch=len(batch.token_ids), capacity=batch.token_ids.shape[1] + max_new_tokens
+        )
+    else:
+        _check_prefix(model, prefix, batch)
+        caches = [cache.fork() for cache in prefix]
+    stops = frozenset((stop,) if isinstance(stop, int) else stop)
+    run = _Run(model, caches, held, batch)
+
+    def choose(logits_bv: Tensor) -> Tensor:
+        return sampling.choose(logits_bv, generator)
+
+    return _steps(run, choose, stops, max_new_tokens, chunk)
+
+
+def _steps(
+    run: _Run,
+    choose: Callable[[Tensor], Tensor],
+    stops: frozenset[int],
+    max_new_tokens: int,
+    chunk: int | None,
+) -> Iterator[Step]:
+    if max_new_tokens == 0:
+        return
+    logits_bv = run.prefill(chunk)
+    running = [True] * len(logits_bv)
+    for remaining in reversed(range(max_new_tokens)):
+        chosen_b = choose(logits_bv)
+        tokens = [
+            token if runs else None for token, runs in zip(chosen_b.tolist(), running, strict=True)
+        ]
+        yield Step(tuple(tokens), logits_bv)
+        running = [token is not None and token not in stops for token in tokens]
+        if remaining == 0 or not any(running):
+            return
+        # A row that has ended goes on to the end of the others: nothing of theirs depends on it.
+        logits_bv = run.decode(chosen_b)
+
+
+class _Run:
+    """A batch on its way through a model: its caches, and which of their columns are tokens."""
+
+    def __init__(
+        self, model: LanguageModel, caches: Sequence[Cache], held: int, batch: Batch
+    ) -> None:
+        self.model = model
+        self.caches = caches
+        self.token_ids = batch.token_ids
+        self.visible: Tensor | None = None
+        if batch.visible is not None:
+            before_bl = batch.visible.new_ones(len(batch.visible), held)
+            self.visible = torch.cat((before_bl, batch.visible), dim=1)
+
+    @torch.no_grad()
+    def prefill(self, chunk: int | None) -> Tensor:
+        """The logits [B, V] of each prompt's last token."""
+        length = self.token_ids.shape[1]
+        chunk = length if chunk is None else chunk
+        last = (length - 1) // chunk * chunk
+        for start in range(0, last, chunk):
+            self._hidden(self.token_ids[:, start : start + chunk])
+        return self._last_logits(self.token_ids[:, last:])
+
+    @torch.no_grad()
+    def decode(self, tokens_b: Tensor) -> Tensor:
+        """The logits [B, V] that follow one more token of each row."""
+        if self.visible is not None:
+            seen_b1 = self.visible.new_ones(len(tokens_b), 1)
+            self.visible = torch.cat((self.visible, seen_b1), dim=1)
+        return self._last_logits(tokens_b[:, None])
+
+    def _last_logits(self, token_ids: Tensor) -> Tensor:
+        return self.model.logits(self._hidden(token_ids)[:, -1:])[:, 0]
+
+    def _hidden(self, token_ids: Tensor) -> Tensor:
+        mask = None
+        if self.visible is not None:
+            columns = length_of(self.caches) + token_ids.shape[1]
+            mask = KeyPadding(self.visible[:, :columns])
+        return self.model.hidden(token_ids, mask=mask, caches=self.caches)
+
+
+def _check_room(model: LanguageModel, length: int) -> None:
+    """Only a table runs out of positions; others go on, well or badly."""
+    most = model.config.max_positions
+    if model.config.positions == "learned" and most is not None and length > most + 1:
+        raise ArgumentError(
+            f"the prompt and max_new_tokens need {length - 1} positions, and the model's table has "
+            f"{most}. Shorten the prompt, or ask for fewer tokens."
+        )
+
+
+def _check_prefix(model: LanguageModel, prefix: Sequence[Cache], batch: Batch) -> None:
+    layers = model.config.layers
+    if len(prefix) != len(layers):
+        raise ArgumentError(
+            f"prefix must hold a cache for each of the model's {len(layers)} layers; got "
+            f"{len(prefix)}."
+        )
+    counts_columns = model.config.positions == "alibi" or any(layer.window for layer in layers)
+    if batch.visible is not None and counts_columns:
+        raise ArgumentError(
+            "behind a prefix, prompts of different lengths have padding between their tokens, "
+            "which windows and ALiBi would count. Generate them one at a time."
+        )
