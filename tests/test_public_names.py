@@ -13,9 +13,9 @@ NAMES = """
     KeyPadding KeyValues LanguageModel LanguageModelConfig LearnedPositions LinearScaling
     Llama3Scaling Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
     NTKScaling PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart RoPE
-    Rotation STATISTICS Sampling SinusoidalPositions SlidingWindow StaticKVCache
-    TransformerBlock Window WindowKVCache YaRNScaling alibi_slopes apply_rope attention
-    attention_map attention_weights attention_with_stats explain generate generate_steps prepack
+    Rotation STATISTICS Sampling SinusoidalPositions SlidingWindow StaticKVCache TransformerBlock
+    Window WindowKVCache YaRNScaling alibi_slopes apply_rope attention attention_map
+    attention_weights attention_with_stats explain generate generate_steps prepack
     received_attention replace_sdpa unpack watch
 """
 
