@@ -28,6 +28,8 @@ _PAIRS_WORTH_A_CALL = 2048
 # A table as small as this is read sooner than described.
 _SMALL = 1024
 
+_AT_A_TIME = 1 << 16
+
 
 @dataclass(frozen=True, eq=False)
 class RowRanges(Mask):
@@ -69,21 +71,37 @@ def lower(mask: Tensor) -> Lowered:
     lowest numbers alone is a plain mean, so it is none that sees nothing.) Any other float mask,
     and one that is trained, stays a bias.
     """
+    mask = _told_apart(mask)
     visible = _visible(mask)
     if visible is None:
         return Lowered(bias=mask)
-    if visible.shape[-1] == 1 or (visible.shape[-2] > 1 and visible.numel() <= _SMALL):
-        return Lowered(mask=Dense(visible))
-    if visible.shape[-2] == 1 and visible.shape[1] == 1:
-        return Lowered(mask=KeyPadding(visible[:, 0, 0]))
-    ranges = None if visible.shape[-2] == 1 else _ranges(visible)
+    batch, heads, rows, columns = visible.shape
+    if columns == 1 or (rows > 1 and visible.numel() <= _SMALL):
+        return _dense(mask, visible)
+    if rows == 1:
+        padding = heads == 1 and (visible is mask or bool(visible.any(-1).all()))
+        return Lowered(mask=KeyPadding(visible[:, 0, 0])) if padding else _dense(mask, visible)
+    ranges = _ranges(visible)
     if ranges is None:
-        return Lowered(mask=Dense(visible))
-    if ranges.shape[:2] == (1, 1) and ranges.shape[-2] == 1:
-        blocks = tuple(_blocks(ranges[0, 0, :, 0].tolist()))
+        return _dense(mask, visible)
+    if visible is not mask and not all(ranges):
+        return Lowered(bias=mask)
+    if batch == heads == 1 and max(map(len, ranges)) <= 1:
+        blocks = tuple(_blocks([row[0] if row else (0, 0) for row in ranges]))
         if len(blocks) == 1 or visible.numel() >= _PAIRS_WORTH_A_CALL * len(blocks):
             return Lowered(blocks=blocks)
-    return Lowered(mask=RowRanges(ranges))
+    most = max(1, *map(len, ranges))
+    filled = [(*row, *[(0, 0)] * (most - len(row))) for row in ranges]
+    table = torch.tensor(filled, dtype=torch.int32).view(batch, heads, rows, most, 2)
+    return Lowered(mask=RowRanges(table))
+
+
+def _told_apart(mask: Tensor) -> Tensor:
+    """`mask` without samples and heads that are one in memory."""
+    for axis in (0, 1):
+        if mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
 
 
 def _visible(mask: Tensor) -> Tensor | None:
@@ -92,32 +110,46 @@ def _visible(mask: Tensor) -> Tensor | None:
         return mask
     if mask.requires_grad:
         return None
-    visible = mask == 0
-    hidden = mask <= torch.finfo(mask.dtype).min
-    if not (visible | hidden).all() or not visible.any(-1).all():
-        return None
-    return visible
+    lowest, columns = torch.finfo(mask.dtype).min, mask.shape[-1]
+    table = mask.reshape(-1, columns)
+    visible = torch.empty(table.shape, dtype=torch.bool)
+    # A few rows at a time stay in the cache; most other masks are known by the first of them.
+    rows = 1 + _AT_A_TIME // columns
+    for some, shown in zip(table.split(rows), visible.split(rows), strict=True):
+        torch.eq(some, 0, out=shown)
+        if not ((some <= lowest) | shown).all():
+            return None
+    return visible.view(mask.shape)
 
 
-def _ranges(visible: Tensor) -> Tensor | None:
-    """The columns that each row sees, int32 [B|1, H|1, Lq, R, 2]; None if they are many."""
-    edges = torch.diff(torch.nn.functional.pad(visible.to(torch.int8), (1, 1)), dim=-1)
-    begins = edges == 1
-    counts = begins.sum(-1)
-    most = max(int(counts.max()), 1)
-    if most > _MOST_RANGES:
-        return None
-    begin_columns, end_columns = begins.nonzero()[:, -1], (edges == -1).nonzero()[:, -1]
-    counts = counts.flatten()
-    rows = torch.arange(len(counts)).repeat_interleave(counts)
-    places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    ranges = torch.zeros(len(counts), most, 2, dtype=torch.int32)
-    ranges[rows, places, 0] = begin_columns.to(torch.int32)
-    ranges[rows, places, 1] = end_columns.to(torch.int32)
-    return ranges.view(*visible.shape[:-1], most, 2)
+def _dense(mask: Tensor, visible: Tensor) -> Lowered:
+    """The table of booleans, unless a row of a float mask is even."""
+    if visible is not mask and not visible.any(-1).all():
+        return Lowered(bias=mask)
+    return Lowered(mask=Dense(visible))
 
 
-def _blocks(ranges: list[list[int]]) -> Iterator[Block]:
+def _ranges(visible: Tensor) -> list[list[tuple[int, int]]] | None:
+    """The columns that each row of each head and sample sees; None if some are many intervals."""
+    columns = visible.shape[-1]
+    # Bytes are searched at the speed of memory, which no sequence of tensor operations comes near.
+    table = visible.contiguous().numpy().tobytes()
+    rows = []
+    for begin in range(0, len(table), columns):
+        end = begin + columns
+        row: list[tuple[int, int]] = []
+        shown = table.find(1, begin, end)
+        while shown >= 0:
+            if len(row) == _MOST_RANGES:
+                return None
+            hidden = table.find(0, shown, end)
+            row.append((shown - begin, (hidden if hidden >= 0 else end) - begin))
+            shown = table.find(1, hidden, end) if hidden >= 0 else -1
+        rows.append(row)
+    return rows
+
+
+def _blocks(ranges: list[tuple[int, int]]) -> Iterator[Block]:
     """Consecutive rows joined where their ranges are a rectangle, a triangle or a window's band.
 
     From row to row of a block the ranges stay ("same"); or their ends move on by one, first with
@@ -144,7 +176,7 @@ _MAY_FOLLOW = {
 }
 
 
-def _step(before: list[int], after: list[int]) -> str:
+def _step(before: tuple[int, int], after: tuple[int, int]) -> str:
     """How the range of one row becomes that of the next; another way has no name."""
     moved = after[0] - before[0], after[1] - before[1]
     return {(0, 0): "same", (0, 1): "grow", (1, 1): "slide"}.get(moved, "other")
