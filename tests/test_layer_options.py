@@ -25,15 +25,16 @@ CASES: dict[str, Options] = {
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
     "scale": {"scale": -0.7},
+    "rope": {"rope": mh.RoPE(base=100.0), "head_dim": 6},
     "biases": {"qkv_bias": True, "out_bias": True},
     "heads wider than the input": {"head_dim": 10, "value_dim": 3},
-    "all but a window": {
+    "what a cross-attention may have": {
         "qk_norm": RMS, "softcap": 2.0, "sinks": True, "scale": 0.9, "qkv_bias": True,
         "out_bias": True, "head_dim": 6, "value_dim": 7, "num_kv_heads": 2,
     },
 }  # fmt: skip
-CASES["all together"] = {**CASES["all but a window"], "window": 5}
-CROSS = [name for name, options in CASES.items() if "window" not in options]
+CASES["all together"] = {**CASES["what a cross-attention may have"], "window": 5, "rope": mh.RoPE()}
+CROSS = [name for name, options in CASES.items() if not {"window", "rope"} & set(options)]
 
 
 def build(options: Options, **more: object) -> mh.MultiHeadAttention:
@@ -154,6 +155,9 @@ def test_the_scale_is_that_of_the_queries(head_dim: int, value_dim: int) -> None
         ({"window": 0}, mh.ArgumentError, "window must be at least 1; got 0"),
         ({"window": 2.0}, mh.DtypeError, r"window must be an integer; got 2\.0\. Write 2"),
         ({"window": 3, "context_dim": 5}, mh.ArgumentError, "window compares the positions"),
+        ({"rope": True}, mh.DtypeError, r"rope must be a multihead\.RoPE or None; got True"),
+        ({"rope": mh.RoPE(), "head_dim": 5}, mh.ArgumentError, "head_dim must be even"),
+        ({"rope": mh.RoPE(), "context_dim": 5}, mh.ArgumentError, "rope compares the positions"),
         ({"qk_norm": True}, mh.DtypeError, r"got True\. Write qk_norm=torch\.nn\.RMSNorm"),
         ({"qk_norm": nn.RMSNorm(5)}, mh.DtypeError, r"qk_norm must build a norm"),
         ({"sinks": torch.zeros(4)}, mh.DtypeError, "sinks must be True or False; got Tensor"),
@@ -168,7 +172,36 @@ def test_options_that_make_no_sense_are_refused(
         mh.MultiHeadAttention(WIDTH, 4, **options)
 
 
-def test_positions_for_a_layer_that_rotates_nothing_are_refused() -> None:
-    layer = mh.MultiHeadAttention(WIDTH, 4)
+@pytest.mark.parametrize("rows", [None, 1, BATCH])
+def test_positions_are_those_of_the_call(rows: int | None) -> None:
+    layer = build({"rope": mh.RoPE(base=100.0), "head_dim": 6})
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    draw = torch.Generator().manual_seed(4)
+    shape = (LENGTH,) if rows is None else (rows, LENGTH)
+    positions = torch.randint(0, 99, shape, generator=draw)
+    exact = by_formula(layer, x.double(), positions=positions)
+    plain = [by_formula(reordered(layer, it), x, positions=positions) for it in orders()]
+    out = layer(x, positions=positions)
+    assert_close(out, exact, worst(exact, plain))
+    rotation = layer.rope.rotation(positions, layer.head_dim)
+    assert torch.equal(layer(x, positions=rotation), out)
+    assert torch.equal(layer.forward_with_stats(x, positions=rotation)[0], out)
+    counted = layer(x, positions=torch.arange(LENGTH))
+    assert torch.equal(layer(x), counted)
+    assert not torch.allclose(counted, out)
+
+
+def test_positions_that_do_not_fit_are_refused() -> None:
+    x = torch.randn(BATCH, LENGTH, WIDTH)
     with pytest.raises(mh.ArgumentError, match=r"rotates nothing.*rope=RoPE\(\)"):
-        layer(torch.randn(BATCH, LENGTH, WIDTH), positions=torch.arange(LENGTH))
+        build({})(x, positions=torch.arange(LENGTH))
+    layer = build({"rope": mh.RoPE(), "head_dim": 6})
+    with pytest.raises(mh.ArgumentError, match=r"shape \(13,\) or \(2, 13\); got \(7,\)"):
+        layer(x, positions=torch.arange(7))
+    with pytest.raises(mh.DtypeError, match=r"positions must be integers; got float32"):
+        layer(x, positions=torch.arange(13.0))
+    for wrong in (mh.RoPE().rotation(torch.arange(7), 6), mh.RoPE().rotation(torch.arange(13), 4)):
+        with pytest.raises(mh.ArgumentError, match="positions"):
+            layer(x, positions=wrong)
+    with pytest.raises(mh.DtypeError, match="positions must be integers or a Rotation; got list"):
+        layer(x, positions=[1, 2])

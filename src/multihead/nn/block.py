@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
@@ -11,13 +11,11 @@ from ..errors import ArgumentError, DtypeError
 from ..masks import Mask
 from ..ops import ALiBi
 from . import convert_block
-from .cache import KVCache
+from .cache import Cache
 from .feed_forward import build_dropout
 from .multi_head import MultiHeadAttention
 from .norm import NormFactory, build_norm
-
-if TYPE_CHECKING:
-    from .positions import Rotation
+from .positions import Rotation
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 """Where a block norms around a sublayer f: "pre" `x + f(norm(x))`, "post" `norm(x + f(x))`,
@@ -89,8 +87,8 @@ class TransformerBlock(nn.Module):
         mask: Mask | Tensor | None = None,
         bias: Tensor | ALiBi | None = None,
         context_mask: Mask | Tensor | None = None,
-        cache: KVCache | None = None,
-        cross_cache: KVCache | None = None,
+        cache: Cache | None = None,
+        cross_cache: Cache | None = None,
         positions: Tensor | Rotation | None = None,
     ) -> Tensor:
         """One block of a transformer.

@@ -87,6 +87,11 @@ def check_context(x: Tensor, context: Tensor | None, context_dim: int, held: int
 def check_positions(positions: Tensor, x: Tensor) -> None:
     """Raises DtypeError for what are no integers, ArgumentError for another number than x has."""
     batch, length, _ = x.shape
+    if not isinstance(positions, Tensor):
+        raise DtypeError(
+            f"positions must be integers or a Rotation; got {type(positions).__name__}. Write "
+            "torch.tensor(positions)."
+        )
     if positions.is_floating_point() or positions.dtype == torch.bool:
         kind = str(positions.dtype).removeprefix("torch.")
         raise DtypeError(f"positions must be integers; got {kind}. Write positions.long().")

@@ -7,7 +7,6 @@ heads' widths together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from ..masks import Mask, SlidingWindow, Window
 from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_stats
 from ..ops.problem import checked_mask
 from . import convert
-from .cache import KVCache
+from .cache import Cache
 from .checks import (
     check_context,
     check_number,
@@ -27,9 +26,7 @@ from .checks import (
     check_sizes,
 )
 from .norm import NormFactory, build_norm
-
-if TYPE_CHECKING:
-    from .positions import RoPE, Rotation
+from .positions import RoPE, Rotation
 
 
 class MultiHeadAttention(nn.Module):
@@ -127,6 +124,8 @@ class MultiHeadAttention(nn.Module):
         if context_dim is not None:
             check_sizes(context_dim=context_dim)
             _check_cross(rope=rope, window=window)
+        if rope is not None:
+            _check_rope(rope, head_dim)
 
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -162,7 +161,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Tensor | ALiBi | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         positions: Tensor | Rotation | None = None,
     ) -> Tensor:
         """Attend from `x` to itself, or to `context` in a cross-attention.
@@ -210,7 +209,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Tensor | ALiBi | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         positions: Tensor | Rotation | None = None,
         stats: Sequence[str] = ("lse", "entropy", "max_logit"),
         bins: int | None = None,
@@ -244,7 +243,7 @@ class MultiHeadAttention(nn.Module):
         self,
         x_bqc: Tensor,
         context_bkc: Tensor | None,
-        cache: KVCache | None,
+        cache: Cache | None,
         positions: Tensor | Rotation | None,
     ) -> tuple[Tensor, KeyValues]:
         """The queries [B, H, Lq, D], and the keys and values that they may read."""
@@ -283,17 +282,19 @@ class MultiHeadAttention(nn.Module):
         return query_bqc, key_bkc, value_bkc
 
     def _rotation(
-        self, x_bqc: Tensor, cache: KVCache | None, positions: Tensor | Rotation | None
+        self, x_bqc: Tensor, cache: Cache | None, positions: Tensor | Rotation | None
     ) -> Rotation:
         assert self.rope is not None
         if positions is None:
-            positions = torch.arange(x_bqc.shape[1], device=x_bqc.device)
-            if cache is not None:
-                lengths = getattr(cache, "lengths", None)  # of each row, where rows differ
-                positions = positions + (cache.length if lengths is None else lengths[:, None])
-        if isinstance(positions, Tensor):
-            return self.rope.rotation(positions, self.head_dim)
-        return positions
+            length, device = x_bqc.shape[1], x_bqc.device
+            positions = (
+                torch.arange(length, device=device)
+                if cache is None
+                else cache.positions(length).to(device)
+            )
+        if isinstance(positions, Rotation):
+            return positions
+        return self.rope.rotation(positions, self.head_dim)
 
     def _windowed(self, mask: Mask | Tensor | None) -> Mask | Tensor | None:
         if self.window is None:
@@ -308,16 +309,21 @@ class MultiHeadAttention(nn.Module):
         self,
         x: Tensor,
         context: Tensor | None,
-        cache: KVCache | None,
+        cache: Cache | None,
         positions: Tensor | Rotation | None,
     ) -> None:
         check_sequence("x", x, "embed_dim", self.embed_dim)
+        if cache is not None and not hasattr(cache, "positions"):
+            raise DtypeError(
+                f"cache must be one of this layer's own, such as multihead.KVCache(); got "
+                f"{type(cache).__name__}."
+            )
         if positions is not None and self.rope is None:
             raise ArgumentError(
                 "positions were given to a layer that rotates nothing. Build it with rope=RoPE(), "
                 "or add positions to x before the layer."
             )
-        if isinstance(positions, Tensor):
+        if positions is not None and not isinstance(positions, Rotation):
             check_positions(positions, x)
         if self.context_dim is not None:
             check_context(x, context, self.context_dim, None if cache is None else cache.length)
@@ -391,6 +397,15 @@ def _window(window: int | Window | None) -> Window | None:
         return window
     check_sizes(window=window)
     return SlidingWindow(window)
+
+
+def _check_rope(rope: RoPE, head_dim: int) -> None:
+    if not isinstance(rope, RoPE):
+        raise DtypeError(
+            f"rope must be a multihead.RoPE or None; got {rope!r}. For the usual angles write "
+            "rope=multihead.RoPE()."
+        )
+    rope.width(head_dim)
 
 
 def _check_cross(**options: object) -> None:
