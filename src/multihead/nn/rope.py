@@ -170,7 +170,7 @@ class Rotation:
         if not self.interleaved:
             # Two products and a sum over all lanes: fewer operations than half by half.
             cos, sin = self._turn
-            return (x_bhld * cos).addcmul_(x_bhld.roll(width // 2, -1), sin)
+            return (x_bhld * cos).addcmul_(_halves_swapped(x_bhld), sin)
         # One product of complex numbers. torch rounds the rest of a row, which fills no vector,
         # in another way: such a row would depend on where it lies. And compilers fuse the other
         # form, but have no code for complex numbers.
@@ -226,6 +226,15 @@ def _as_complex(x: Tensor) -> Tensor:
     if last != 1 or x.storage_offset() % 2 or any(stride % 2 for stride in others):
         x = x.clone(memory_format=torch.contiguous_format)
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def _halves_swapped(x: Tensor) -> Tensor:
+    """The second half of the lanes, then the first."""
+    half = x.shape[-1] // 2
+    if torch.compiler.is_compiling():
+        # To a length that is not known, roll is refused: it asks whether there is anything.
+        return torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return x.roll(half, -1)
 
 
 def _check_even(name: str, width: int) -> None:
