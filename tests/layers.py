@@ -98,13 +98,11 @@ class Reordered(nn.Module):
 
     def __init__(self, linear: nn.Linear, order: Callable[[int], Tensor]) -> None:
         super().__init__()
-        self.linear = linear
+        self.weight, self.bias = linear.weight, linear.bias
         self.order = order(linear.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(
-            x[..., self.order], self.linear.weight[:, self.order], self.linear.bias
-        )
+        return nn.functional.linear(x[..., self.order], self.weight[:, self.order], self.bias)
 
 
 def orders() -> Iterator[Callable[[int], Tensor]]:
@@ -120,7 +118,7 @@ def reordered(layer: nn.Module, order: Callable[[int], Tensor]) -> nn.Module:
     """A copy whose projections sum in another order; its parameters come in the same order."""
     layer = copy.deepcopy(layer)
     for name, linear in list(layer.named_modules()):
-        if isinstance(linear, nn.Linear):
+        if type(linear) is nn.Linear:  # torch's own layer reads its output's, a subclass
             layer.set_submodule(name, Reordered(linear, order))
     return layer
 
