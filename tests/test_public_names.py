@@ -8,9 +8,9 @@ import multihead as mh
 
 NAMES = """
     ALiBi ArgumentError AttentionResult BackendError BlockConfig Cache Causal Dense DeviceError
-    Documents DtypeError DynamicNTKScaling Encoder EncoderConfig EncoderDecoder
-    EncoderDecoderConfig Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths
-    KeyPadding KeyValues LanguageModel LanguageModelConfig LearnedPositions LinearScaling
+    Documents DtypeError DynamicNTKScaling Encoder EncoderConfig EncoderDecoder EncoderDecoderConfig
+    Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths KeyPadding KeyValues
+    LanguageModel LanguageModelConfig LatentAttention LatentKVCache LearnedPositions LinearScaling
     Llama3Scaling Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
     NTKScaling PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart RoPE
     Rotation STATISTICS Sampling SinusoidalPositions SlidingWindow StaticKVCache TransformerBlock

@@ -3,6 +3,8 @@
 from .block import TransformerBlock
 from .cache import Cache, KVCache, PagedKVCache, QuantizedKVCache, StaticKVCache, WindowKVCache
 from .feed_forward import FeedForward, GatedFeedForward
+from .latent import LatentAttention
+from .latent_cache import LatentKVCache
 from .multi_head import MultiHeadAttention
 from .positions import (
     LearnedPositions,
@@ -21,6 +23,8 @@ __all__ = [
     "FeedForward",
     "GatedFeedForward",
     "KVCache",
+    "LatentAttention",
+    "LatentKVCache",
     "LearnedPositions",
     "LinearScaling",
     "Llama3Scaling",
