@@ -8,15 +8,15 @@ import multihead as mh
 
 NAMES = """
     ALiBi ArgumentError AttentionResult BackendError BlockConfig Cache Causal Dense DeviceError
-    Documents DtypeError DynamicNTKScaling Encoder EncoderConfig EncoderDecoder EncoderDecoderConfig
-    Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths KeyPadding KeyValues
-    LanguageModel LanguageModelConfig LatentAttention LatentKVCache LearnedPositions LinearScaling
-    Llama3Scaling Mask MaskError MissingExtraError ModelError MultiHeadAttention MultiheadError
-    NTKScaling PagedKVCache Positions PrefixCausal Prepacked QuantizedKVCache QueryStart RoPE
-    Rotation STATISTICS Sampling SinusoidalPositions SlidingWindow StaticKVCache TransformerBlock
-    Window WindowKVCache YaRNScaling alibi_slopes apply_rope attention attention_map
-    attention_weights attention_with_stats explain generate generate_steps prepack
-    received_attention replace_sdpa unpack watch
+    Documents DtypeError DynamicNTKScaling Encoder EncoderConfig EncoderDecoder
+    EncoderDecoderConfig Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths
+    KeyPadding KeyValues LanguageModel LanguageModelConfig LatentAttention LatentKVCache
+    LearnedPositions LinearScaling Llama3Scaling Mask MaskError MissingExtraError ModelError
+    MultiHeadAttention MultiheadError NTKScaling PagedKVCache Positions PrefixCausal Prepacked
+    QuantizedKVCache QueryStart RoPE Rotation STATISTICS Sampling SinusoidalPositions
+    SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache YaRNScaling alibi_slopes
+    apply_rope attention attention_map attention_weights attention_with_stats explain generate
+    generate_steps prepack received_attention replace_sdpa unpack watch
 """
 
 
