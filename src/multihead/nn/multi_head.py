@@ -248,38 +248,58 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, KeyValues]:
         """The queries [B, H, Lq, D], and the keys and values that they may read."""
         self._check_inputs(x_bqc, context_bkc, cache, positions)
-        query_bqc, key_bkc, value_bkc = self._projected(x_bqc, context_bkc)
-        query_bhqd = _split_heads(query_bqc, self.num_heads, self.head_dim)
-        key_bgkd = _split_heads(key_bkc, self.num_kv_heads, self.head_dim)
-        value_bgkd = _split_heads(value_bkc, self.num_kv_heads, self.value_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            query_bhqd, key_bgkd = self.q_norm(query_bhqd), self.k_norm(key_bgkd)
-        if self.rope is not None:
-            rotation = self._rotation(x_bqc, cache, positions)
-            query_bhqd, key_bgkd = rotation.apply(query_bhqd), rotation.apply(key_bgkd)
-        # A norm with weights in float32 may leave half precision behind.
-        query_bhqd, key_bgkd = query_bhqd.to(value_bgkd.dtype), key_bgkd.to(value_bgkd.dtype)
+        if self.context_dim is None:
+            query_bhqd, key_bgkd, value_bgkd = self._of_sequence(x_bqc, cache, positions)
+        else:
+            query_bhqd, key_bgkd, value_bgkd = self._of_context(x_bqc, context_bkc)
         if cache is None:
             return query_bhqd, KeyValues(key_bgkd, value_bgkd)
         return query_bhqd, cache.update(key_bgkd, value_bgkd)
 
-    def _projected(
+    def _of_sequence(
+        self, x_bqc: Tensor, cache: Cache | None, positions: Tensor | Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a self-attention."""
+        heads = self.num_heads, self.num_kv_heads
+        value_width = self.num_kv_heads * self.value_dim
+        both_blc, value_blc = self.qkv_proj(x_bqc).split(
+            (sum(heads) * self.head_dim, value_width), dim=-1
+        )
+        both_bhld = _split_heads(both_blc, sum(heads), self.head_dim)
+        value_bgkd = _split_heads(value_blc, self.num_kv_heads, self.value_dim)
+        rotation = None if self.rope is None else self._rotation(x_bqc, cache, positions)
+        if rotation is not None and self.q_norm is None:
+            # Queries and keys lie side by side: turned together, a step of decoding is shorter.
+            both_bhld, rotation = rotation.apply(both_bhld), None
+        query_bhqd, key_bgkd = self._normed(*both_bhld.split(heads, dim=1))
+        if rotation is not None:
+            query_bhqd, key_bgkd = rotation.apply(query_bhqd), rotation.apply(key_bgkd)
+        # A norm with weights in float32 may leave half precision behind.
+        return query_bhqd.to(value_bgkd.dtype), key_bgkd.to(value_bgkd.dtype), value_bgkd
+
+    def _of_context(
         self, x_bqc: Tensor, context_bkc: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; none of the last two where a cache holds those of a context."""
-        query_width = self.num_heads * self.head_dim
+        """Queries, and keys and values of a context: none where a cache holds them."""
+        query_bqc = self.q_proj(x_bqc)
         key_width = self.num_kv_heads * self.head_dim
         value_width = self.num_kv_heads * self.value_dim
-        if self.context_dim is None:
-            widths = query_width, key_width, value_width
-            query_bqc, key_bkc, value_bkc = self.qkv_proj(x_bqc).split(widths, dim=-1)
-            return query_bqc, key_bkc, value_bkc
-        query_bqc = self.q_proj(x_bqc)
         if context_bkc is None:
-            key_bkc = query_bqc.new_empty(x_bqc.shape[0], 0, key_width)
-            return query_bqc, key_bkc, query_bqc.new_empty(x_bqc.shape[0], 0, value_width)
-        key_bkc, value_bkc = self.kv_proj(context_bkc).split((key_width, value_width), dim=-1)
-        return query_bqc, key_bkc, value_bkc
+            both_bkc = query_bqc.new_empty(x_bqc.shape[0], 0, key_width + value_width)
+        else:
+            both_bkc = self.kv_proj(context_bkc)
+        key_bkc, value_bkc = both_bkc.split((key_width, value_width), dim=-1)
+        query_bhqd, key_bgkd = self._normed(
+            _split_heads(query_bqc, self.num_heads, self.head_dim),
+            _split_heads(key_bkc, self.num_kv_heads, self.head_dim),
+        )
+        value_bgkd = _split_heads(value_bkc, self.num_kv_heads, self.value_dim)
+        return query_bhqd.to(value_bgkd.dtype), key_bgkd.to(value_bgkd.dtype), value_bgkd
+
+    def _normed(self, query_bhqd: Tensor, key_bgkd: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query_bhqd, key_bgkd
+        return self.q_norm(query_bhqd), self.k_norm(key_bgkd)
 
     def _rotation(
         self, x_bqc: Tensor, cache: Cache | None, positions: Tensor | Rotation | None
