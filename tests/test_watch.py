@@ -178,6 +178,19 @@ def test_our_own_layers_and_layers_of_different_size() -> None:
     assert np.isnan(heads.statistics["entropy"]).tolist() == [[False, False, True], [False] * 3]
 
 
+def test_a_context_that_a_cache_holds_is_another_sequence_too() -> None:
+    """Called without the context, the layer does not read itself."""
+    cross = Tower().cross
+    x, context = torch.randn(2, 7, 12), torch.randn(2, 7, 5)
+    mask = mh.KeyPadding(torch.arange(7) < torch.tensor([[3], [7]]))
+    cache = mh.KVCache()
+    with torch.no_grad():
+        cross(x[:, :0], context, mask=mask, cache=cache)
+        with mh.watch(cross) as heads:
+            cross(x, mask=mask, cache=cache)
+    assert heads.queries.tolist() == [[14, 14]]
+
+
 def test_what_sees_nothing_does_not_count() -> None:
     layer = mh.MultiHeadAttention(12, 3)
     visible = torch.ones(5, 5, dtype=torch.bool)

@@ -128,10 +128,12 @@ def running_modules(model: nn.Module) -> Iterator[Running]:
         def enter(
             module: nn.Module, arguments: Any, keywords: Mapping[str, Any], name: str = name
         ) -> None:
-            other = [keywords.get(key) for key in _OTHER_SEQUENCE]
             if isinstance(module, MultiHeadAttention):
-                other += arguments[1:2]
-            running.enter(name, module, any(it is not None for it in other))
+                # Once a cache holds a context, the layer is called without it.
+                reads_other = module.context_dim is not None
+            else:
+                reads_other = any(keywords.get(key) is not None for key in _OTHER_SEQUENCE)
+            running.enter(name, module, reads_other)
 
         def leave(module: nn.Module, arguments: Any, result: Any) -> None:
             running.leave(module)
