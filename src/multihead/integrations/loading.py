@@ -11,7 +11,8 @@ import torch
 
 from ..errors import ModelError
 from .extras import import_extra
-from .gguf import LoadedModel, ModelFacts, load_gguf
+from .gguf import LoadedModel, load_gguf
+from .gguf_file import ModelFacts
 
 SMOLLM2 = "smollm2"
 
@@ -36,13 +37,19 @@ def load(name_or_path: str | Path = SMOLLM2, *, dtype: torch.dtype = torch.float
         return _load_folder(path, dtype)
     if path.is_file():
         return load_gguf(path, dtype=dtype)
+    raise absent(name_or_path)
+
+
+def absent(name_or_path: str | Path) -> ModelError:
+    """The error for a name that is no model on this machine."""
+    path = Path(name_or_path).expanduser()
     looks_like_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)) and not path.suffix
     meaning = (
         f"{name_or_path} looks like a model on a hub, but nothing is ever downloaded here"
         if looks_like_hub_id
         else f"There is no file or folder {path}"
     )
-    raise ModelError(
+    return ModelError(
         f"{meaning}. Give '{SMOLLM2}', the path of a .gguf file, or a folder that transformers' "
         "save_pretrained wrote."
     )
