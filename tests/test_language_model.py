@@ -66,6 +66,23 @@ def test_caches_go_on_where_they_ended(positions, kind):
     torch.testing.assert_close(got, whole, rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_padding_counts_no_position_in_a_graph_either():
+    """A preallocated cache counts by row there, which hid the padding from the positions."""
+    torch._dynamo.reset()
+    model = tiny.language_model("learned")
+    tokens = tiny.tokens(2, 5)
+    visible = torch.tensor([[False, False, True, True, True], [True] * 5])
+    caches = model.make_caches("static", batch=2, capacity=5)
+
+    def run(tokens, visible):
+        return model(tokens, mask=KeyPadding(visible), caches=caches)
+
+    got = torch.compile(run, fullgraph=True, backend="eager")(tokens, visible)
+    alone = model(tokens[:1, 2:])
+    torch.testing.assert_close(got[0, 2:], alone[0], rtol=0, atol=1e-5)
+
+
 def test_a_window_cache_rolls_where_the_layer_has_a_window():
     rolling = tiny.language_model(window=4).make_caches("window")
     growing = tiny.language_model().make_caches("window")

@@ -184,8 +184,11 @@ class LanguageModel(nn.Module):
         else:
             positions = torch.arange(length, device=token_ids.device)
         padding = _padding(mask)
-        if padding is None or positions.ndim == 2:  # rows of their own lengths have no padding
+        if padding is None:
             return positions
+        if positions.ndim == 2:  # columns of rows that differ, or that a graph counts so
+            before = padding.visible.cumsum(1) - 1
+            return before.gather(1, positions).clamp(min=0)
         held = 0 if not caches else length_of(caches)
         if padding.visible.shape != (len(token_ids), held + length):
             raise MaskError(
