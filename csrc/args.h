@@ -8,12 +8,34 @@
 
 namespace multihead {
 
-enum class Dtype : int32_t { float32, bfloat16, float16, float64 };
+enum class Dtype : int32_t { float32, bfloat16, float16, float64, int8 };
 
 // A 4-D tensor read through its strides, which count elements and may be 0 (broadcast) or odd.
 struct Tensor4 {
   const void* data;
   int64_t strides[4];
+};
+
+// Tokens in pages: token j of batch row b is token j % size of page table[b * batch_stride + j / size],
+// and the first axis of keys, values and scales is the page. A null table means that it is the row.
+struct Pages {
+  const int32_t* table;
+  int64_t batch_stride, size;
+};
+
+// One float32 for each token and KV head, on the axes of the key or value but the last. Null data
+// means that there are none.
+struct Scales {
+  const float* data;
+  int64_t strides[3];
+};
+
+// How a cache holds keys and values, zeros but for the dtype where they are plain tensors. Calls of
+// few rows alone read what is not plain.
+struct Held {
+  Dtype dtype;  // the call's, or int8, whose last axis is then contiguous; in pages too
+  Pages pages;
+  Scales key_scale, value_scale;  // int8: a number is the element times the scale
 };
 
 // One integer for the whole call, or one per batch row or head where `data` is set.
@@ -63,9 +85,10 @@ struct PooledMap {
 };
 
 struct ForwardArgs {
-  Dtype dtype;  // of query, key, value and out: float32, bfloat16 or float16
+  Dtype dtype;  // of query and out, key and value: float32, bfloat16 or float16
   int64_t batch, heads, kv_heads, query_length, key_length, head_dim, value_dim;
   Tensor4 query, key, value;
+  Held held;
   void* out;
   int64_t out_strides[4];
   double scale;

@@ -83,14 +83,33 @@ void construct_mask(Mask* self, const Number& start, const Number& first,
   mask->dense = tensor(dense);
 }
 
+typedef std::array<int64_t, 4> ScalesView;  // address and three strides
+
+Scales scales(const std::optional<ScalesView>& view) {
+  if (!view) return {};
+  return {pointer<const float>((*view)[0]), {(*view)[1], (*view)[2], (*view)[3]}};
+}
+
+void construct_held(Held* self, Dtype dtype, std::optional<std::array<int64_t, 3>> pages,
+                    const std::optional<ScalesView>& key_scale,
+                    const std::optional<ScalesView>& value_scale) {
+  Held* held = new (self) Held{};
+  held->dtype = dtype;
+  if (pages) held->pages = {pointer<const int32_t>((*pages)[0]), (*pages)[1], (*pages)[2]};
+  held->key_scale = scales(key_scale);
+  held->value_scale = scales(value_scale);
+}
+
 void call(Dtype dtype, const std::array<int64_t, 7>& sizes, int64_t query,
           const Strides& query_strides, int64_t key, const Strides& key_strides, int64_t value,
           const Strides& value_strides, int64_t out, const Strides& out_strides, double scale,
           double softcap, int64_t sinks, int64_t slopes, const std::optional<View>& bias,
           Dtype bias_dtype, const Mask& mask, const std::array<int64_t, 9>& statistics,
-          const std::array<int64_t, 3>& map, int threads) {
+          const std::array<int64_t, 3>& map, const Held* held, int threads) {
   ForwardArgs args{};
   args.dtype = dtype;
+  args.held.dtype = dtype;
+  if (held) args.held = *held;
   args.batch = sizes[0];
   args.heads = sizes[1];
   args.kv_heads = sizes[2];
@@ -163,17 +182,21 @@ NB_MODULE(_native, m) {
       .value("float32", Dtype::float32)
       .value("bfloat16", Dtype::bfloat16)
       .value("float16", Dtype::float16)
-      .value("float64", Dtype::float64);
+      .value("float64", Dtype::float64)
+      .value("int8", Dtype::int8);
   nb::class_<Mask>(m, "Mask")
       .def("__init__", construct_mask,
            nb::kw_only(), "start"_a, "first"_a, "left"_a.none(), "right"_a.none(), "keep_first"_a,
            "prefix"_a, "key_lengths"_a, "query_lengths"_a, "key_visible"_a.none(),
            "query_ids"_a.none(), "key_ids"_a.none(), "query_positions"_a.none(),
            "key_positions"_a.none(), "ranges"_a.none(), "dense"_a.none());
+  nb::class_<Held>(m, "Held")
+      .def("__init__", construct_held, nb::kw_only(), "dtype"_a, "pages"_a.none(),
+           "key_scale"_a.none(), "value_scale"_a.none());
   m.def("forward", call, "dtype"_a, "sizes"_a, "query"_a, "query_strides"_a, "key"_a,
         "key_strides"_a, "value"_a, "value_strides"_a, "out"_a, "out_strides"_a, "scale"_a,
         "softcap"_a, "sinks"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a, "mask"_a,
-        "statistics"_a, "map"_a, "threads"_a);
+        "statistics"_a, "map"_a, "held"_a.none(), "threads"_a);
   m.def("sweep", sweep_call, nb::kw_only(), "dtype"_a, "sizes"_a, "query"_a, "key"_a, "scale"_a,
         "softcap"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a, "mask"_a, "lse"_a, "edges"_a,
         "sums"_a, "peaks"_a, "mask_shape"_a, "viewers"_a, "seeing"_a, "threads"_a);

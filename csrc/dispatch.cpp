@@ -236,7 +236,9 @@ void decode(const ForwardArgs& args, const Decoder& decoder, int threads) {
   const int64_t chunks =
       std::max<int64_t>(1, (args.key_length + decoder.chunk_keys - 1) / decoder.chunk_keys);
   const double bytes = double(groups) * visible_keys(args) * (args.head_dim + args.value_dim) *
-                       (args.dtype == Dtype::float32 ? 4 : 2);
+                       (args.held.dtype == Dtype::int8      ? 1
+                        : args.held.dtype == Dtype::float32 ? 4
+                                                            : 2);
   threads = worth_threads(bytes, kBytesRead, threads);
   threads = int(std::min<int64_t>(threads, groups * chunks));
   if (threads < 1) return;

@@ -168,3 +168,17 @@ def test_compiled_it_is_the_same() -> None:
         results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.usefixtures("one_seed")
+@pytest.mark.parametrize("kind", ["paged", "int8"])
+def test_keys_of_a_cache_are_dropped_like_others(kind: str) -> None:
+    query, key, value = draw_qkv((1, 4, 1, 8), (1, 2, 9, 8))
+    cache = mh.PagedKVCache() if kind == "paged" else mh.QuantizedKVCache()
+    kv = cache.update(key, value)
+    keys, values = kv.tensors(query.dtype)
+    result = mh.attention_with_stats(query, kv, dropout_p=0.3, bins=4)
+    expected = mh.attention_with_stats(query, keys, values, dropout_p=0.3, bins=4)
+    assert torch.equal(result.out, expected.out)
+    assert torch.equal(result.map, expected.map)
+    assert torch.equal(mh.attention(query, kv, dropout_p=0.3), expected.out)

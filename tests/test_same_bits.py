@@ -22,6 +22,7 @@ from torch import Tensor
 
 import multihead as mh
 from cases import CASES, EDGES, Case
+from held import LAYOUTS, Layout
 from multihead.masks.rules import Intersection
 from multihead.ops.backends import native
 from multihead.ops.problem import Problem
@@ -60,6 +61,10 @@ LONG = [
          key_length=4099, head_dim=64, value_dim=48, bias=(1, 1, 1, 4099),
          mask=mh.SlidingWindow(2049)),
 ]  # fmt: skip
+# So few rows that every set decodes them.
+TWO_CHUNKS = Case("decode: one query of a ragged cache", heads=4, kv_heads=2, query_length=1,
+                  key_length=1031, head_dim=24, value_dim=40,
+                  mask=mh.Causal() & mh.KeyLengths(torch.tensor([1031, 70])))  # fmt: skip
 THREADS = (1, 2, 3, 5)
 NAN = math.nan
 
@@ -75,6 +80,7 @@ class Call:
     key: Tensor
     value: Tensor
     options: dict[str, Any]
+    layout: Layout = mh.KeyValues
 
     @property
     def kv_heads(self) -> int:
@@ -82,9 +88,9 @@ class Call:
 
     def run(self) -> dict[str, Tensor]:
         """The output and every statistic."""
-        tensors = (self.query, self.key, self.value)
+        kv = self.layout(self.key, self.value)
         result = mh.attention_with_stats(
-            *tensors, stats=mh.STATISTICS, backend="native", **self.options
+            self.query, kv, stats=mh.STATISTICS, backend="native", **self.options
         )
         return {"out": result.out, **result.stats}
 
@@ -112,7 +118,13 @@ class Call:
             "bias": bias,
             "sinks": None if sinks is None else of_heads(sinks, axis=0),
         }
-        return Call(of_both(self.query), of_groups(self.key), of_groups(self.value), options)
+        return replace(
+            self,
+            query=of_both(self.query),
+            key=of_groups(self.key),
+            value=of_groups(self.value),
+            options=options,
+        )
 
     def filled(self, rows: Sequence[int], groups: Sequence[int], filling: float) -> Call:
         """The same, with `filling` for the numbers of these batch rows and of these groups."""
@@ -210,10 +222,15 @@ def part_of(
 
 
 def check(
-    case: Case, dtype: torch.dtype, *, threads: Sequence[int], fillings: Sequence[float]
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    threads: Sequence[int],
+    fillings: Sequence[float],
+    layout: Layout = mh.KeyValues,
 ) -> None:
     """Everything that must not matter, one after the other."""
-    call = call_of(case, dtype)
+    call = replace(call_of(case, dtype), layout=layout)
     torch.set_num_threads(1)
     expected = call.run()
     for count in threads:
@@ -279,6 +296,23 @@ def test_long_calls(instruction_set: str, dtype: torch.dtype) -> None:
     use(instruction_set, dtype)
     for case in LONG:
         check(case, dtype, threads=(1, 2, 5), fillings=(NAN,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("instruction_set", "dtype"), HELD)
+def test_pages_and_int8(instruction_set: str, dtype: torch.dtype) -> None:
+    use(instruction_set, dtype)
+    for layout in LAYOUTS.values():
+        check(TWO_CHUNKS, dtype, threads=(1, 5), fillings=(NAN,), layout=layout)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("instruction_set", "dtype"), HELD)
+def test_every_layout(instruction_set: str, dtype: torch.dtype, layout: str) -> None:
+    use(instruction_set, dtype)
+    for case in (*CASES, *EDGES, *LONG):
+        check(case, dtype, threads=THREADS, fillings=(NAN, math.inf, 0.0), layout=LAYOUTS[layout])
 
 
 @pytest.mark.proof

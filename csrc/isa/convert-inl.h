@@ -45,7 +45,12 @@ INLINE uint16_t to_float16(float x) {
 }
 
 INLINE int64_t element_bytes(Dtype dtype) {
-  return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2;
+  switch (dtype) {
+    case Dtype::float64: return 8;
+    case Dtype::float32: return 4;
+    case Dtype::int8: return 1;
+    default: return 2;
+  }
 }
 
 template <class Element, class Convert>
@@ -72,6 +77,9 @@ NOINLINE void read_floats(Dtype dtype, const void* data, int64_t offset, int64_t
     case Dtype::float64:
       return read_strip(static_cast<const double*>(data) + offset, stride, n, to,
                         [](double x) { return static_cast<float>(x); });
+    case Dtype::int8:
+      return read_strip(static_cast<const int8_t*>(data) + offset, stride, n, to,
+                        [](int8_t x) { return static_cast<float>(x); });
   }
 }
 
@@ -97,6 +105,7 @@ NOINLINE void write_floats(Dtype dtype, void* data, int64_t offset, int64_t stri
     case Dtype::float64:
       return write_strip(from, n, static_cast<double*>(data) + offset, stride,
                          [](float x) { return static_cast<double>(x); });
+    case Dtype::int8: return;  // nothing is written as int8
   }
 }
 

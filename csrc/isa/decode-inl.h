@@ -32,6 +32,11 @@ struct Halves {
 };
 #endif
 
+struct Bytes {
+  typedef int8_t Element;
+  static INLINE Vec read(const Element* p) { return widen_int8(p); }
+};
+
 template <class Source>
 INLINE Vec read_first(const typename Source::Element* p, int64_t n) {
   typename Source::Element lanes[kLanes] = {};
@@ -50,23 +55,23 @@ INLINE bool can_widen(Dtype dtype) {
 #ifdef MULTIHEAD_AVX512
   if (dtype == Dtype::float16) return true;
 #endif
-  return dtype == Dtype::float32 || dtype == Dtype::bfloat16;
+  return dtype == Dtype::float32 || dtype == Dtype::bfloat16 || dtype == Dtype::int8;
 }
 
 INLINE Strips strips_in_place(const ForwardArgs& a, const Tensor4& x, int64_t b, int64_t kv_head,
                               int64_t begin) {
-  return {a.dtype,
+  return {a.held.dtype,
           static_cast<const char*>(x.data) +
-              offset_of(x.strides, b, kv_head, begin) * element_bytes(a.dtype),
+              offset_of(x.strides, b, kv_head, begin) * element_bytes(a.held.dtype),
           x.strides[2]};
 }
 
 INLINE Strips strips_of(const ForwardArgs& a, const Tensor4& x, int64_t width, int64_t b,
                         int64_t kv_head, int64_t begin, int count, float* copy) {
-  if (x.strides[3] == 1 && can_widen(a.dtype)) return strips_in_place(a, x, b, kv_head, begin);
+  if (x.strides[3] == 1 && can_widen(a.held.dtype)) return strips_in_place(a, x, b, kv_head, begin);
   for (int k = 0; k < count; ++k)
-    read_floats(a.dtype, x.data, offset_of(x.strides, b, kv_head, begin + k), x.strides[3], width,
-                copy + k * width);
+    read_floats(a.held.dtype, x.data, offset_of(x.strides, b, kv_head, begin + k), x.strides[3],
+                width, copy + k * width);
   return {Dtype::float32, reinterpret_cast<const char*>(copy), width};
 }
 
@@ -75,6 +80,7 @@ template <class Function>
 INLINE void with_source(const Strips& x, Function f) {
   switch (x.dtype) {
     case Dtype::bfloat16: return f(Bfloats{}, reinterpret_cast<const uint16_t*>(x.data));
+    case Dtype::int8: return f(Bytes{}, reinterpret_cast<const int8_t*>(x.data));
 #ifdef MULTIHEAD_AVX512
     case Dtype::float16: return f(Halves{}, reinterpret_cast<const uint16_t*>(x.data));
 #endif
@@ -99,7 +105,7 @@ INLINE Ahead ahead(const ForwardArgs& a, const Tensor4& x, int64_t b, int64_t kv
                    int64_t begin, int64_t count) {
   if (x.strides[3] != 1) return {nullptr, 0, 0};
   const Strips strips = strips_in_place(a, x, b, kv_head, begin);
-  return {strips.data, strips.stride * element_bytes(a.dtype), count};
+  return {strips.data, strips.stride * element_bytes(a.held.dtype), count};
 }
 
 // scores[k, :] = sum_d keys[k, d] queries[:, d] for kRows rows: kLanes sums at a time.
@@ -219,6 +225,8 @@ struct DecodeScratch {
   TileRows* rows;
   float* queries;          // Q [rows, D], zeros behind D and behind the last row
   float *keys, *values;    // copies of one block, where it can't be read in place
+  char *paged_keys, *paged_values;  // the block's tokens of several pages
+  float* scales;           // of the block's tokens
   float* strip;
   BlockScratch block;
 
@@ -229,8 +237,16 @@ struct DecodeScratch {
         queries(arena.take<float>(kTile * query_stride)),
         keys(arena.take<float>(kKeyBlock * a.head_dim)),
         values(arena.take<float>(kKeyBlock * a.value_dim)),
+        paged_keys(arena.take<char>(paged_bytes(a, a.head_dim))),
+        paged_values(arena.take<char>(paged_bytes(a, a.value_dim))),
+        scales(arena.take<float>(a.held.key_scale.data ? kKeyBlock : 0)),
         strip(arena.take<float>(round_up(a.value_dim, kLanes))),
         block(a, arena) {}
+
+  static INLINE int64_t paged_bytes(const ForwardArgs& a, int64_t width) {
+    const bool copied = a.held.pages.table && !blocks_lie_in_pages(a.held.pages);
+    return copied ? kKeyBlock * width * element_bytes(a.held.dtype) : 0;
+  }
 };
 
 // Few rows are folded: with `width` of them, a power of two, a vector takes the scores of
@@ -316,10 +332,11 @@ INLINE bool sees_all(const Visibility& seen, const RowBits* bits) {
   return true;
 }
 
-// The rows meet one block of keys. `width` is that of the state's fold, kTile for none.
+// The rows meet one block of keys; `next_key` holds those behind it. `width` is that of the state's
+// fold, kTile for none.
 INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64_t begin,
-                         int64_t end, const DecodeScratch& scratch, const Part& part,
-                         int& width) {
+                         int64_t end, const Tensor4& next_key, const DecodeScratch& scratch,
+                         const Part& part, int& width) {
   const TileRows& rows = *scratch.rows;
   RowState& state = *part.state;
   const BlockScratch& block = scratch.block;
@@ -342,22 +359,35 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
     for_rows(rows.count, [&](int r, auto together) INLINE_LAMBDA {
       score_rows<decltype(source), decltype(together)::count>(
           data, keys.stride, scratch.queries + r * scratch.query_stride, scratch.query_stride,
-          a.head_dim, count, next_values, a.value_dim * element_bytes(a.dtype), scores + r, width);
+          a.head_dim, count, next_values, a.value_dim * element_bytes(a.held.dtype), scores + r,
+          width);
     });
   });
+
+  const Scales &key_scale = a.held.key_scale, &value_scale = a.held.value_scale;
+  if (key_scale.data) {
+    read_scales(a, key_scale, b, kv_head, first, first + count, scratch.scales);
+    scale_keys(scores, width, rows.count, count, scratch.scales, nullptr);
+  }
 
   if (width < kTile)
     weigh_folded(a, b, first, count, width, rows, block, state);
   else
     weigh_block(a, b, begin, static_cast<int>(end - begin), rows, seen, block, state);
 
-  // Hidden keys weigh 0, and their values may be infinite or NaN.
+  if (value_scale.data) {
+    read_scales(a, value_scale, b, kv_head, first, first + count, scratch.scales);
+    scale_keys(scores, width, rows.count, count, scratch.scales,
+               all ? nullptr : block.bits + seen.begin);
+  }
+
+  // Hidden keys weigh 0, and their values may be infinite or NaN, but for int8.
   KeyValueBlock<FloatProduct> odd;
   odd.begin = first;
   odd.end = begin + seen.end;
   odd.odd_count = 0;
   Strips values = strips_of(a, a.value, a.value_dim, b, kv_head, first, count, scratch.values);
-  if (!all) {
+  if (!all && !value_scale.data) {
     odd.values = value_operand(a, b, kv_head, first, count, scratch.values);
     scrub_values(a, b, kv_head, scratch.strip, scratch.values, odd);
     if (odd.odd_count)
@@ -365,7 +395,7 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
   }
   const int64_t left = a.key_length - end;
   const Ahead next_keys =
-      ahead(a, a.key, b, kv_head, end < a.key_length ? end : 0, left < kKeyBlock ? left : kKeyBlock);
+      ahead(a, next_key, b, kv_head, end < a.key_length ? end : 0, left < kKeyBlock ? left : kKeyBlock);
   with_source(values, [&](auto source, auto data) INLINE_LAMBDA {
     for_rows(rows.count, [&](int r, auto together) INLINE_LAMBDA {
       add_rows<decltype(source), decltype(together)::count>(
@@ -381,6 +411,18 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
     add_odd_values(a, b, kv_head, scratch.strip, odd, shifted, from, rows.count, part.out_stride, 1,
                    part.out);
   }
+}
+
+// Makes key and value of `paged` those of the block [begin, end), and returns the keys behind it, to
+// be fetched; from small pages these are not.
+NOINLINE Tensor4 turn_page(const ForwardArgs& a, int64_t b, int64_t kv_head, int64_t begin,
+                           int64_t end, const DecodeScratch& scratch, ForwardArgs& paged) {
+  paged.key = block_in_pages(a, a.key, a.head_dim, b, kv_head, begin, end, scratch.paged_keys);
+  paged.value =
+      block_in_pages(a, a.value, a.value_dim, b, kv_head, begin, end, scratch.paged_values);
+  const int64_t next = end + kKeyBlock < a.key_length ? end + kKeyBlock : a.key_length;
+  if (end == next || !blocks_lie_in_pages(a.held.pages)) return {nullptr, {0, 0, 0, 0}};
+  return block_in_pages(a, a.key, a.head_dim, b, kv_head, end, next, nullptr);
 }
 
 // All rows of a KV head, which fit one tile, on the keys of one chunk.
@@ -411,10 +453,16 @@ void decode(const ForwardArgs& a, const WorkItem& item, int64_t chunk, void* mem
   const int64_t chunk_end = (chunk + 1) * kChunkKeys;
   const int64_t stop = chunk_end < columns.end ? chunk_end : columns.end;
   int width = kTile;
+  ForwardArgs paged;
+  const bool in_pages = a.held.pages.table;
+  if (in_pages) paged = a;
+  Tensor4 next_key = a.key;
   for (int64_t begin = next_block(columns, chunk * kChunkKeys); begin < stop;
-       begin = next_block(columns, begin + kKeyBlock))
-    decode_block(a, b, kv_head, begin, begin + kKeyBlock < stop ? begin + kKeyBlock : stop,
-                 scratch, part, width);
+       begin = next_block(columns, begin + kKeyBlock)) {
+    const int64_t end = begin + kKeyBlock < stop ? begin + kKeyBlock : stop;
+    if (in_pages) next_key = turn_page(a, b, kv_head, begin, end, scratch, paged);
+    decode_block(in_pages ? paged : a, b, kv_head, begin, end, next_key, scratch, part, width);
+  }
   unfold_rows(width, *part.state);
 }
 

@@ -43,6 +43,7 @@
 #endif
 #include "forward-inl.h"
 #if defined(MULTIHEAD_NARROW) && !defined(MULTIHEAD_PAIRS)
+#include "held-inl.h"
 #include "decode-inl.h"
 #endif
 #ifndef MULTIHEAD_NARROW

@@ -51,6 +51,11 @@ INLINE Vec widen_bfloat16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
 
+INLINE Vec widen_int8(const int8_t* p) {
+  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
+}
+
 // Lane i is the sum of the numbers in x[i].
 INLINE Vec sums_of(const Vec x[8]) {
   const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));

@@ -59,6 +59,11 @@ INLINE Vec widen_float16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+INLINE Vec widen_int8(const int8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+}
+
 // Lane i is what join(., .) makes of the numbers in x[i].
 template <class Join>
 INLINE Vec folded(const Vec x[16], Join join) {

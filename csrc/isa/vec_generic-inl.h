@@ -59,6 +59,10 @@ INLINE Vec widen_bfloat16(const uint16_t* p) {
                      static_cast<uint32_t>(p[2]) << 16, static_cast<uint32_t>(p[3]) << 16};
 }
 
+INLINE Vec widen_int8(const int8_t* p) {
+  return __builtin_convertvector((IntVec{p[0], p[1], p[2], p[3]}), Vec);
+}
+
 // Lane i is the sum of the numbers in x[i].
 INLINE Vec sums_of(const Vec x[4]) {
   const auto sum = [](Vec v) INLINE_LAMBDA { return (v[0] + v[2]) + (v[1] + v[3]); };

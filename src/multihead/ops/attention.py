@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..cost.attention import AttentionCost
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DtypeError
 from ..masks import Mask
 from . import dispatch, library
 from .backends import native
 from .dropout import Dropout
-from .forms import form_of, known, remember
+from .forms import form_of, goes_straight, known, remember
 from .key_values import KeyValues
 from .problem import (
     STATISTICS,
@@ -83,8 +83,12 @@ def attention(
     is_array = isinstance(query, np.ndarray)
     if is_array:
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    keys, values, mask, bias = _opened(query, key, value, mask, bias)
-    out, _ = _attend(query, keys, values, (), mask, bias, scale, softcap, sinks, dropout_p, backend)
+    keys, values, mask, bias, kv = _opened(
+        query, key, value, mask, bias, sinks, backend, in_place=checked_dropout(dropout_p) == 0
+    )
+    out, _ = _attend(
+        query, keys, values, (), mask, bias, scale, softcap, sinks, dropout_p, backend, kv=kv
+    )
     return cast(T, out.numpy() if is_array else out)
 
 
@@ -131,15 +135,18 @@ def attention_with_stats(
     is_array = isinstance(query, np.ndarray)
     if is_array:
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    keys, values, mask, bias = _opened(query, key, value, mask, bias)
+    plain = bins is None and checked_dropout(dropout_p) == 0
+    keys, values, mask, bias, kv = _opened(
+        query, key, value, mask, bias, sinks, backend, in_place=plain
+    )
     query, keys, values = autocast(query, keys, values)
     kept = names if "lse" in names else ("lse", *names)
     out, computed = _attend(
-        query, keys, values, kept, mask, bias, scale, softcap, sinks, dropout_p, backend, bins
+        query, keys, values, kept, mask, bias, scale, softcap, sinks, dropout_p, backend, bins, kv
     )
     call: dict[str, Any] = {
         "query": query,
-        "key": keys,
+        "key": keys if kv is None else kv,
         "lse": computed["lse"],
         "mask": mask,
         "bias": bias,
@@ -188,7 +195,7 @@ class AttentionResult:
         `rows` and `columns` are slices, sequences of ints or 1-D integer tensors. Computed from
         query, key and lse: O(rows x columns), whatever the context length.
         """
-        weights = attention_weights(**self._call, rows=rows, columns=columns)
+        weights = attention_weights(**_with_keys(self._call), rows=rows, columns=columns)
         return weights.numpy() if isinstance(self.out, np.ndarray) else weights
 
 
@@ -214,7 +221,7 @@ def explain(
     """
     if isinstance(query, np.ndarray):
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    keys, values, mask, bias = _opened(query, key, value, mask, bias)
+    keys, values, mask, bias, _ = _opened(query, key, value, mask, bias, sinks, backend)
     if isinstance(query, Tensor) and query.device.type == "meta":
         raise ArgumentError("explain counts visible pairs; meta tensors have none to count.")
     problem = describe(
@@ -289,15 +296,19 @@ def _attend(
     dropout_p: float,
     backend: str,
     bins: int | None = None,
+    kv: KeyValues | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Describe the call, choose, run; a call of a known form runs at once."""
+    """Describe the call, choose, run; a call of a known form runs at once.
+
+    With `kv`, which the native kernels read in place, key and value are its stand-ins.
+    """
     form, dropout = None, checked_dropout(dropout_p)
     if bias is None and sinks is None and bins is None and dropout == 0:
         form = form_of(query, key, value, mask, stats, backend)
         parts = known(form)
         if parts is not None:
             scale, softcap = checked_scale(scale, query.shape[3]), checked_softcap(softcap)
-            return native.launch(query, key, value, parts, scale, softcap, stats)
+            return native.launch(query, key, value, parts, scale, softcap, stats, kv=kv)
     problem = describe(
         query,
         key,
@@ -313,8 +324,21 @@ def _attend(
     )
     if dropout > 0:
         problem = replace(problem, dropout=Dropout.drawn(dropout, query.device))
-    else:
-        remember(form, problem)
+        return _run(problem, backend)
+    remember(form, problem)
+    if kv is not None:
+        return native.launch(
+            query,
+            key,
+            value,
+            problem.parts,
+            problem.scale,
+            problem.softcap,
+            problem.stats,
+            problem.bias,
+            problem.sinks,
+            kv=kv,
+        )
     return _run(problem, backend)
 
 
@@ -332,20 +356,48 @@ def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     return out, stats
 
 
-def _opened(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
-    """key, value, mask and bias, also where the first is a cache's KeyValues."""
+def _with_keys(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call of a result, its keys written out where the kernels read them in place."""
+    key = call["key"]
+    if isinstance(key, KeyValues):
+        key, _ = key.tensors(call["query"].dtype)
+    return {**call, "key": key}
+
+
+def _opened(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    bias: Any,
+    sinks: Any,
+    backend: str,
+    in_place: bool = True,
+) -> tuple[Any, Any, Any, Any, KeyValues | None]:
+    """key, value, mask and bias, also where the first is a cache's KeyValues.
+
+    The last are those KeyValues where the kernels read them in place, if they may, key and value
+    being stand-ins for them.
+    """
     if not isinstance(key, KeyValues):
         if value is None:
             raise ArgumentError(
                 "value is missing: pass query, key and value, or query and a cache's KeyValues."
             )
-        return key, value, mask, bias
+        return key, value, mask, bias, None
     if value is not None:
         raise ArgumentError("value was given beside KeyValues, which hold the values already.")
     mask, bias = key.rule(mask), key.bias(bias)
     if key.are_tensors:
-        return key.key, key.value, mask, bias
-    return *key.tensors(query.dtype), mask, bias
+        return key.key, key.value, mask, bias, None
+    learned = bias.slopes if isinstance(bias, ALiBi) else bias
+    parts = (query, key.key, key.value, key.pages, key.key_scale, key.value_scale, learned, sinks)
+    given = tuple([part for part in parts if part is not None])
+    if in_place and goes_straight(given, backend) and native.reads_in_place(query, key):
+        return *key.stand_ins(query.dtype), mask, bias, key
+    if not isinstance(query, Tensor):
+        raise DtypeError(f"query must be a tensor [B, H, L, D]; got {type(query).__name__}.")
+    return *key.tensors(query.dtype), mask, bias, None
 
 
 def _tensors(*arrays: Any) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...errors import BackendError
 from ...masks import MaskParts
+from ..key_values import KeyValues
 from ..problem import ALiBi, Logits, Problem
 
 _native: ModuleType | None
@@ -83,6 +84,24 @@ def forward(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     )
 
 
+def reads_in_place(query: Tensor, kv: KeyValues) -> bool:
+    """Whether `launch` reads the pages or int8 of `kv` for this query, on the CPU.
+
+    It does for calls of few queries, where the numbers of a token lie together.
+    """
+    if query.ndim != 4 or query.dtype not in _DTYPES or kv.key.ndim != 4:
+        return False
+    if kv.key_scale is None and query.dtype != kv.key.dtype:
+        return False
+    try:
+        few = _extension().decodes(
+            _dtype(query.dtype), query.shape[1], kv.key.shape[1], query.shape[2]
+        )
+    except ValueError:  # MULTIHEAD_ISA names a set that is not here: any other way says so
+        return False
+    return bool(few and kv.key.stride(3) == 1 == kv.value.stride(3))
+
+
 def launch(
     query: Tensor,
     key: Tensor,
@@ -94,12 +113,20 @@ def launch(
     bias: Tensor | ALiBi | None = None,
     sinks: Tensor | None = None,
     bins: int | None = None,
+    kv: KeyValues | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`forward` of a checked call that is not a Problem."""
+    """`forward` of a checked call that is not a Problem.
+
+    With `kv`, for which `reads_in_place` holds, key and value are its stand-ins.
+    """
     extension = _extension()
-    query, key, value = _written_out(query), _written_out(key), _written_out(value)
+    query = _written_out(query)
     batch, heads, query_length, head_dim = query.shape
     _, kv_heads, key_length, value_dim = value.shape
+    held = None
+    if kv is not None:
+        key, value, held = kv.key, kv.value, _held(kv)
+    key, value = _written_out(key), _written_out(value)
     # Sizes one by one: as a tuple they take torch half as long again.
     out = query.new_empty(batch, heads, query_length, value_dim)
     statistics, addresses = _empty_statistics(stats, query) if stats else ({}, _NO_STATISTICS)
@@ -128,6 +155,7 @@ def launch(
             _mask(parts, batch, heads),
             addresses,
             _NO_MAP if pooled is None else (*pooled.shape[2:], pooled.data_ptr()),
+            held,
             torch.get_num_threads(),
         )  # fmt: skip
     except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
@@ -311,6 +339,21 @@ def _broadcast(tensor: Tensor | None) -> tuple[int, ...] | None:
         return None
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.data_ptr(), *(0 if size == 1 else stride for size, stride in strides)
+
+
+def _held(kv: KeyValues) -> object:
+    """Pages and scales by their addresses; `kv` must outlive it."""
+
+    def scales(tensor: Tensor | None) -> tuple[int, ...] | None:
+        return None if tensor is None else (tensor.data_ptr(), *tensor.stride())
+
+    pages = kv.pages
+    return _extension().Held(
+        dtype=_dtype(kv.key.dtype),
+        pages=None if pages is None else (pages.data_ptr(), pages.stride(0), kv.key.shape[2]),
+        key_scale=scales(kv.key_scale),
+        value_scale=scales(kv.value_scale),
+    )
 
 
 def _mask(parts: MaskParts, batch: int, heads: int) -> object:
