@@ -174,7 +174,7 @@ def test_compiled_it_is_the_same() -> None:
 @pytest.mark.parametrize("kind", ["paged", "int8"])
 def test_keys_of_a_cache_are_dropped_like_others(kind: str) -> None:
     query, key, value = draw_qkv((1, 4, 1, 8), (1, 2, 9, 8))
-    cache = mh.PagedKVCache() if kind == "paged" else mh.QuantizedKVCache()
+    cache = mh.PagedKVCache(1, 2, 8) if kind == "paged" else mh.QuantizedKVCache()
     kv = cache.update(key, value)
     keys, values = kv.tensors(query.dtype)
     result = mh.attention_with_stats(query, kv, dropout_p=0.3, bins=4)
