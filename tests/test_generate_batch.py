@@ -5,7 +5,7 @@ import torch
 
 import multihead as mh
 from families import VOCABULARY, build
-from multihead.integrations import repeated, sdpa_calls, sdpa_masks
+from multihead.integrations import deferred, sdpa_calls, sdpa_masks
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
@@ -43,7 +43,7 @@ def test_the_same_tokens(monkeypatch):
     # The model is so small that its masks and heads would be cheaper to copy.
     monkeypatch.setattr(sdpa_masks, "_SMALL", 0)
     monkeypatch.setattr(sdpa_masks, "_PAIRS_WORTH_A_CALL", 0)
-    monkeypatch.setattr(repeated, "_LEAST", 0)
+    monkeypatch.setattr(deferred, "_LEAST", 0)
     lowered, calls = [], []
     lower, attention = sdpa_masks.lower, sdpa_calls.attention
 

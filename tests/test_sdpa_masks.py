@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 import multihead as mh
 from close import assert_close
-from multihead.integrations import repeated, sdpa_calls
-from multihead.integrations.repeated import Repeated, Repeats
+from multihead.integrations import deferred, sdpa_calls
+from multihead.integrations.deferred import Repeated, Repeats
 from multihead.integrations.sdpa_masks import RowRanges, lower
 
 LOWEST = torch.finfo(torch.float32).min
@@ -261,7 +261,7 @@ def test_a_source_that_is_written_to_was_read_before():
 
     model, query = Overwrites(), torch.randn(1, 6, 5, 11)
     key = torch.randn(1, 3, 401, 11)
-    assert 2 * key.numel() >= repeated._LEAST
+    assert 2 * key.numel() >= deferred._LEAST
     expected = model(query, key.clone())
     with mh.replace_sdpa(model):
         assert torch.allclose(model(query, key.clone()), expected, atol=1e-5)

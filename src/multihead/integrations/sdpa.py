@@ -24,7 +24,7 @@ from torch.overrides import (
 )
 
 from ..errors import ModelError
-from .repeated import Repeats
+from .deferred import Repeats
 from .sdpa_calls import Masks, attend
 
 _SDPA = F.scaled_dot_product_attention

@@ -16,7 +16,7 @@ from ..masks import Causal, Dense, KeyPadding, Mask, QueryStart
 from ..ops import dispatch
 from ..ops.attention import attention
 from ..ops.library import PLAIN
-from .repeated import Repeated
+from .deferred import Deferred, Repeated
 from .sdpa_masks import Block, Lowered, lower
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -136,7 +136,7 @@ def _readable(
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     compiling = torch.compiler.is_compiling()
     for tensor in tensors:
-        if not (compiling or type(tensor) in PLAIN or type(tensor) is Repeated):
+        if not (compiling or type(tensor) in PLAIN or isinstance(tensor, Deferred)):
             return False
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
             return False
@@ -165,7 +165,7 @@ def _without_repeats(key: Tensor, value: Tensor, *, grouped: bool) -> tuple[Tens
         waiting = not (key.is_written or value.is_written)
         if waiting and key.source.shape[1] == value.source.shape[1]:
             return key.source, value.source, True
-    key, value = (x.written() if type(x) is Repeated else x for x in (key, value))
+    key, value = (x.written() if isinstance(x, Deferred) else x for x in (key, value))
     many = key.ndim > 2 and value.ndim > 2 and key.shape[-3] == value.shape[-3] > 1
     if many and key.stride(-3) == value.stride(-3) == 0:
         return key.narrow(-3, 0, 1), value.narrow(-3, 0, 1), grouped

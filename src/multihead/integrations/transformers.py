@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from ..errors import BackendError, MaskError, ModelError
 from ..masks import Causal, Dense, Mask, SlidingWindow
 from ..ops.attention import AttentionResult, attention, attention_with_stats
+from ..ops.key_values import KeyValues
+from .deferred import Scaled
 from .extras import import_extra
 from .hf_masks import PreparedMask, mask_forward
 
@@ -126,9 +128,9 @@ def attention_forward(
         "dropout_p": dropout,
     }
     if not (output_attentions or _collects_weights(module)):
-        out = attention(query, key, value, **options)
+        out = attention(query, *_held(key, value), **options)
         return out.transpose(1, 2).contiguous(), None
-    result = attention_with_stats(query, key, value, stats=("lse",), **options)
+    result = attention_with_stats(query, *_held(key, value), stats=("lse",), **options)
     return result.out.transpose(1, 2).contiguous(), _weights(result, options["sinks"], query.dtype)
 
 
@@ -201,6 +203,22 @@ def _same_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     if query.shape[0] == 1 and key.shape[0] > 1:
         query = query.expand(key.shape[0], -1, -1, -1)
     return query, key, value
+
+
+def _held(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | tuple[KeyValues]:
+    """Key and value as attention takes them: int8 that nothing has written out yet as it lies."""
+    if not isinstance(key, Scaled) or not isinstance(value, Scaled):
+        return key, value
+    if key.is_written or value.is_written:
+        return key.written(), value.written()
+    return (
+        KeyValues(
+            key=key.numbers,
+            value=value.numbers,
+            key_scale=key.scale,
+            value_scale=value.scale,
+        ),
+    )
 
 
 def _implementation(config: Any) -> Implementation:

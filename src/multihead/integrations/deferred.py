@@ -1,13 +1,14 @@
-"""Keys and values that a model repeats for its query heads, kept as they were before.
+"""Tensors that attention reads as they lie, and that anything else writes out first.
 
-A model without grouped attention of its own writes each KV head out once for every query head that
-reads it: at long contexts that is most of what a decoding step reads and writes.
+A model hands keys and values on from line to line before it attends to them. What stands there
+instead of a tensor must be one for every line that looks: `Deferred` tensors become plain ones as
+soon as an operation other than attention asks for their numbers.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,36 +19,31 @@ from ..ops import library
 _LEAST = 1 << 14  # numbers; what is smaller is copied sooner than wrapped
 
 
-class Repeated(Tensor):
-    """`source` [B, Hkv, L, D] with each head `times` over, [B, Hkv * times, L, D].
+class Deferred(Tensor):
+    """A tensor [B, H, L, D] that is written out when its numbers are asked for."""
 
-    It is written out when anything but attention reads it, and is that tensor then.
-    """
-
-    source: Tensor
-    times: int
     _written: Tensor | None
 
-    @staticmethod
-    def __new__(cls, source: Tensor, times: int) -> Repeated:
-        batch, heads, length, width = source.shape
-        repeated = torch.Tensor._make_wrapper_subclass(
-            cls, (batch, heads * times, length, width), dtype=source.dtype, device=source.device
-        )
-        repeated.source, repeated.times, repeated._written = source, times, None
-        return repeated
+    @classmethod
+    def _like(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._written = None
+        return made
 
     @property
     def is_written(self) -> bool:
-        """Whether there is a tensor of all heads by now, which may have changed since."""
+        """Whether there is a plain tensor by now, which may have changed since."""
         return self._written is not None
 
     def written(self) -> Tensor:
-        """The tensor of all heads."""
+        """The plain tensor, always the same one."""
         if self._written is None:
             with torch._C.DisableTorchFunction():
-                self._written = self.source.repeat_interleave(self.times, dim=1)
+                self._written = self._write()
         return self._written
+
+    def _write(self) -> Tensor:
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(
@@ -63,6 +59,43 @@ class Repeated(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+
+
+class Repeated(Deferred):
+    """`source` [B, Hkv, L, D] with each head `times` over, [B, Hkv * times, L, D].
+
+    A model without grouped attention of its own writes each KV head out once for every query head
+    that reads it: at long contexts that is most of what a decoding step reads and writes.
+    """
+
+    source: Tensor
+    times: int
+
+    @staticmethod
+    def __new__(cls, source: Tensor, times: int) -> Repeated:
+        batch, heads, length, width = source.shape
+        repeated = cls._like((batch, heads * times, length, width), source.dtype, source.device)
+        repeated.source, repeated.times = source, times
+        return repeated
+
+    def _write(self) -> Tensor:
+        return self.source.repeat_interleave(self.times, dim=1)
+
+
+class Scaled(Deferred):
+    """int8 `numbers` [B, Hkv, L, D] times `scale` [B, Hkv, L], in a float dtype."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Scaled:
+        scaled = cls._like(tuple(numbers.shape), dtype, numbers.device)
+        scaled.numbers, scaled.scale = numbers, scale
+        return scaled
+
+    def _write(self) -> Tensor:
+        return (self.numbers * self.scale[..., None]).to(self.dtype)
 
 
 class Repeats:
@@ -114,7 +147,7 @@ class Repeats:
 
 
 def _plain(x: Any) -> Any:
-    return x.written() if type(x) is Repeated else x
+    return x.written() if isinstance(x, Deferred) else x
 
 
 _PROPERTIES = (
