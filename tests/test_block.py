@@ -100,6 +100,19 @@ def test_arguments_reach_the_attention() -> None:
         assert not torch.equal(block(x), expected)
 
 
+def test_latent_attention_has_a_block_too() -> None:
+    torch.manual_seed(0)
+    latent = mh.LatentAttention(WIDTH, 3, latent_dim=8, nope_dim=4, rope_dim=2, value_dim=5)
+    block = mh.TransformerBlock(latent, mh.FeedForward(WIDTH, 17), norm=nn.RMSNorm).double()
+    x = inputs_of(False)[0].double()
+    half = x + latent(block.attention_norm(x), mask=mh.Causal())
+    whole = block(x, mask=mh.Causal())
+    assert torch.equal(whole, half + block.feed_forward(block.feed_forward_norm(half)))
+    cache = mh.LatentKVCache(8)
+    parts = [block(x[:, i : i + 1], mask=mh.Causal(), cache=cache) for i in range(LENGTH)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)
+
+
 def test_what_is_added_is_dropped_out_in_training_alone() -> None:
     block = build(dropout=0.5)
     (x,) = inputs_of(False)
@@ -147,6 +160,13 @@ def test_feed_forwards_equal_their_formulas() -> None:
         ({"dropout": 2.0}, mh.ArgumentError, r"dropout must lie between 0 and 1; got 2\.0"),
         ({"cross_attention": "self"}, mh.ArgumentError, "must be a layer with a context_dim"),
         ({"attention": "cross"}, mh.ArgumentError, "got a layer with context_dim=12"),
+        (
+            {"attention": nn.MultiheadAttention(12, 3)},
+            mh.DtypeError,
+            r"got MultiheadAttention\. Convert it with MultiHeadAttention\.from_torch",
+        ),
+        ({"attention": nn.Linear(3, 3)}, mh.DtypeError, r"LatentAttention; got Linear\.$"),
+        ({"cross_attention": nn.Linear(3, 3)}, mh.ArgumentError, "must be a layer with a context"),
         ({"feed_forward": mh.FeedForward(13, 5)}, mh.ArgumentError, "embed_dim=12; got 13"),
         ({"feed_forward": F.relu}, mh.DtypeError, "feed_forward must be a module; got function"),
     ],

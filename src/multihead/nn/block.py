@@ -13,6 +13,8 @@ from ..ops import ALiBi
 from . import convert_block
 from .cache import Cache
 from .feed_forward import build_dropout
+from .latent import LatentAttention
+from .latent_cache import LatentKVCache
 from .multi_head import MultiHeadAttention
 from .norm import NormFactory, build_norm
 from .positions import Rotation
@@ -26,7 +28,7 @@ class TransformerBlock(nn.Module):
     """Attention, optionally cross-attention, and a feed-forward, each with norm and residual.
 
     Args:
-        attention: a self-attention layer.
+        attention: a self-attention: a `MultiHeadAttention` or a `LatentAttention`.
         feed_forward: a module from [B, L, embed_dim] to the same, such as `FeedForward` or
             `GatedFeedForward`.
         cross_attention: a layer with a `context_dim`, between the two.
@@ -47,7 +49,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(
         self,
-        attention: MultiHeadAttention,
+        attention: MultiHeadAttention | LatentAttention,
         feed_forward: nn.Module,
         *,
         cross_attention: MultiHeadAttention | None = None,
@@ -87,7 +89,7 @@ class TransformerBlock(nn.Module):
         mask: Mask | Tensor | None = None,
         bias: Tensor | ALiBi | None = None,
         context_mask: Mask | Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | LatentKVCache | None = None,
         cross_cache: Cache | None = None,
         positions: Tensor | Rotation | None = None,
     ) -> Tensor:
@@ -164,18 +166,28 @@ class TransformerBlock(nn.Module):
 
 
 def _check_layers(
-    attention: MultiHeadAttention,
+    attention: MultiHeadAttention | LatentAttention,
     feed_forward: nn.Module,
     cross_attention: MultiHeadAttention | None,
 ) -> None:
     if not isinstance(feed_forward, nn.Module):
         raise DtypeError(f"feed_forward must be a module; got {type(feed_forward).__name__}.")
-    if attention.context_dim is not None:
+    if not isinstance(attention, MultiHeadAttention | LatentAttention):
+        remedy = (
+            " Convert it with MultiHeadAttention.from_torch."
+            if isinstance(attention, nn.MultiheadAttention)
+            else ""
+        )
+        raise DtypeError(
+            "attention must be a MultiHeadAttention or a LatentAttention; got "
+            f"{type(attention).__name__}.{remedy}"
+        )
+    if isinstance(attention, MultiHeadAttention) and attention.context_dim is not None:
         raise ArgumentError(
             "attention must be a self-attention; got a layer with context_dim="
             f"{attention.context_dim}. Pass that one as cross_attention=."
         )
-    if cross_attention is not None and cross_attention.context_dim is None:
+    if cross_attention is not None and getattr(cross_attention, "context_dim", None) is None:
         raise ArgumentError(
             "cross_attention must be a layer with a context_dim; got a self-attention. Build it "
             "with MultiHeadAttention(..., context_dim=...)."
