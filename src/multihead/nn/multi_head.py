@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, DtypeError
 from ..masks import Mask, SlidingWindow, Window
 from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_stats
+from ..ops.key_values import held
 from ..ops.problem import checked_mask
 from . import convert
 from .cache import Cache
@@ -253,7 +254,7 @@ class MultiHeadAttention(nn.Module):
         else:
             query_bhqd, key_bgkd, value_bgkd = self._of_context(x_bqc, context_bkc)
         if cache is None:
-            return query_bhqd, KeyValues(key_bgkd, value_bgkd)
+            return query_bhqd, held(key=key_bgkd, value=value_bgkd)
         return query_bhqd, cache.update(key_bgkd, value_bgkd)
 
     def _of_sequence(
@@ -262,16 +263,19 @@ class MultiHeadAttention(nn.Module):
         """Queries, keys and values of a self-attention."""
         heads = self.num_heads, self.num_kv_heads
         value_width = self.num_kv_heads * self.value_dim
-        both_blc, value_blc = self.qkv_proj(x_bqc).split(
+        both_blc, value_blc = self.qkv_proj(x_bqc).split_with_sizes(
             (sum(heads) * self.head_dim, value_width), dim=-1
         )
         both_bhld = _split_heads(both_blc, sum(heads), self.head_dim)
         value_bgkd = _split_heads(value_blc, self.num_kv_heads, self.value_dim)
         rotation = None if self.rope is None else self._rotation(x_bqc, cache, positions)
-        if rotation is not None and self.q_norm is None:
+        if self.q_norm is None:
             # Queries and keys lie side by side: turned together, a step of decoding is shorter.
-            both_bhld, rotation = rotation.apply(both_bhld), None
-        query_bhqd, key_bgkd = self._normed(*both_bhld.split(heads, dim=1))
+            if rotation is not None:
+                both_bhld = rotation.apply(both_bhld)
+            query_bhqd, key_bgkd = both_bhld.split_with_sizes(heads, dim=1)
+            return query_bhqd, key_bgkd, value_bgkd
+        query_bhqd, key_bgkd = self._normed(*both_bhld.split_with_sizes(heads, dim=1))
         if rotation is not None:
             query_bhqd, key_bgkd = rotation.apply(query_bhqd), rotation.apply(key_bgkd)
         # A norm with weights in float32 may leave half precision behind.
@@ -288,7 +292,7 @@ class MultiHeadAttention(nn.Module):
             both_bkc = query_bqc.new_empty(x_bqc.shape[0], 0, key_width + value_width)
         else:
             both_bkc = self.kv_proj(context_bkc)
-        key_bkc, value_bkc = both_bkc.split((key_width, value_width), dim=-1)
+        key_bkc, value_bkc = both_bkc.split_with_sizes((key_width, value_width), dim=-1)
         query_bhqd, key_bgkd = self._normed(
             _split_heads(query_bqc, self.num_heads, self.head_dim),
             _split_heads(key_bkc, self.num_kv_heads, self.head_dim),
