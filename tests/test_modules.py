@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
 from close import assert_close
@@ -53,7 +55,7 @@ def projections(layer: mh.MultiHeadAttention) -> list[str]:
     return [name for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
 
 
-def in_every_mode(layer: nn.Module) -> list[str]:
+def in_every_mode(layer: nn.Module) -> Iterator[str]:
     """Train and eval, each recorded, unrecorded and in inference; sets and names them."""
     for training, mode in itertools.product(
         (True, False), (torch.enable_grad, torch.no_grad, torch.inference_mode)
@@ -270,3 +272,21 @@ def test_built_on_meta_and_filled_later() -> None:
     filled = build("everything")
     layer.load_state_dict(filled.state_dict(), assign=True)
     assert torch.equal(layer(*inputs_of(filled)), filled(*inputs_of(filled)))
+
+
+def test_checkpointing_replays_what_was_dropped() -> None:
+    layer = build("everything")
+    layer.dropout = 0.5
+    (x,) = inputs_of(layer)
+
+    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(5)
+        leaf = x.clone().requires_grad_()
+        return list(torch.autograd.grad(run(leaf).square().sum(), [leaf, *layer.parameters()]))
+
+    def checkpointed(leaf: Tensor) -> Tensor:
+        return checkpoint(partial(layer, mask=mh.Causal()), leaf, use_reentrant=False)
+
+    expected = gradients(partial(layer, mask=mh.Causal()))
+    for got, want in zip(gradients(checkpointed), expected, strict=True):
+        assert torch.equal(got, want)
