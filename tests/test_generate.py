@@ -172,6 +172,18 @@ def test_a_prefix_stays_as_it_is():
     assert [cache.nbytes for cache in prefix] == before
 
 
+@pytest.mark.parametrize("kind", ["growing", "static", "window", "paged", "int8"])
+def test_a_conversation_goes_on_from_its_caches(kind):
+    model = tiny.language_model(window=7)
+    first, second = (tiny.tokens(9, seed=seed).tolist() for seed in (5, 6))
+    caches = model.make_caches(kind, capacity=40)
+    (answer,) = generate(model, first, max_new_tokens=NEW, cache=caches)
+    assert {cache.length for cache in caches} == {9 + NEW - 1}
+    (reply,) = generate(model, answer[-1:] + second, max_new_tokens=NEW, cache=caches)
+    (whole,) = generate(model, first + answer + second, max_new_tokens=NEW, cache=kind)
+    assert reply == whole
+
+
 @pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal"])
 def test_prompts_of_any_lengths_behind_a_prefix(positions):
     model = tiny.language_model(positions)
@@ -194,6 +206,10 @@ def test_what_a_prefix_refuses():
         generate(model, PROMPTS, max_new_tokens=1, prefix=prefix)
     with pytest.raises(ArgumentError, match="each of the model's 2 layers; got 1"):
         generate(model, PROMPTS[0], max_new_tokens=1, prefix=prefix[:1])
+    with pytest.raises(ArgumentError, match="cache must hold a cache for each"):
+        generate(model, PROMPTS[0], max_new_tokens=1, cache=[])
+    with pytest.raises(ArgumentError, match="cache and prefix both"):
+        generate(model, PROMPTS[0], max_new_tokens=1, prefix=prefix, cache=prefix)
 
 
 def test_drawn_tokens_follow_the_seed():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def generate(
     stop: int | Collection[int] = (),
     padding: KeyPadding | None = None,
     generator: torch.Generator | None = None,
-    cache: CacheKind = "growing",
+    cache: CacheKind | Sequence[Cache] = "growing",
     prefix: Sequence[Cache] | None = None,
     chunk: int | None = None,
 ) -> list[list[int]]:
@@ -67,9 +68,11 @@ def generate(
         padding: which entries of a tensor [B, L] are tokens; without it all are.
         generator: what drawing takes its randomness from; torch's own if None. The same seed gives
             the same tokens for the same batch.
-        cache: what keeps earlier tokens, a kind of `LanguageModel.make_caches`.
-        prefix: caches of tokens that come before every prompt, one a layer. They are forked: what
-            they hold stays as it is, and may begin other texts.
+        cache: what keeps earlier tokens, a kind of `LanguageModel.make_caches`; or its caches. What
+            these hold comes before the prompts, and afterwards they hold every token but the last:
+            a conversation goes on from them.
+        prefix: caches as well, which stay as they are: forks of them are filled. A common beginning
+            is computed once.
         chunk: read prompts in pieces of so many columns, which bounds the memory of long ones.
 
     Returns:
@@ -112,7 +115,7 @@ def generate_steps(
     stop: int | Collection[int] = (),
     padding: KeyPadding | None = None,
     generator: torch.Generator | None = None,
-    cache: CacheKind = "growing",
+    cache: CacheKind | Sequence[Cache] = "growing",
     prefix: Sequence[Cache] | None = None,
     chunk: int | None = None,
 ) -> Iterator[Step]:
@@ -128,15 +131,12 @@ def generate_steps(
         raise ArgumentError(f"chunk must be at least 1 column; got {chunk}.")
     batch = batch_of(prompts, padding, device=model.embedding.weight.device)
     check_token_ids(batch.token_ids, model.config.vocab_size)
-    held = 0 if prefix is None else length_of(prefix)
-    _check_room(model, held + batch.token_ids.shape[1] + max_new_tokens)
-    if prefix is None:
-        caches: Sequence[Cache] = model.make_caches(
-            cache, batch=len(batch.token_ids), capacity=batch.token_ids.shape[1] + max_new_tokens
-        )
-    else:
-        _check_prefix(model, prefix, batch)
-        caches = [cache.fork() for cache in prefix]
+    columns = batch.token_ids.shape[1] + max_new_tokens
+    caches = _caches(model, cache, prefix, len(batch.token_ids), columns)
+    held = length_of(caches)
+    _check_room(model, held + columns)
+    if held:
+        _check_columns(model, batch)
     stops = frozenset((stop,) if isinstance(stop, int) else stop)
     run = _Run(model, caches, held, batch)
 
@@ -213,6 +213,30 @@ class _Run:
         return self.model.hidden(token_ids, mask=mask, caches=self.caches)
 
 
+def _caches(
+    model: LanguageModel,
+    cache: CacheKind | Sequence[Cache],
+    prefix: Sequence[Cache] | None,
+    rows: int,
+    columns: int,
+) -> Sequence[Cache]:
+    """The caches that a run fills."""
+    if prefix is None and isinstance(cache, str):
+        return model.make_caches(cache, batch=rows, capacity=columns)
+    if prefix is not None and not isinstance(cache, str):
+        raise ArgumentError(
+            "cache and prefix both hold earlier tokens: give those to be written to as cache, or "
+            "those to be left as they are as prefix."
+        )
+    name, given = ("cache", cache) if prefix is None else ("prefix", prefix)
+    layers = len(model.config.layers)
+    if len(given) != layers:
+        raise ArgumentError(
+            f"{name} must hold a cache for each of the model's {layers} layers; got {len(given)}."
+        )
+    return cast(Sequence[Cache], given) if prefix is None else [held.fork() for held in prefix]
+
+
 def _check_room(model: LanguageModel, length: int) -> None:
     """Only a table runs out of positions; others go on, well or badly."""
     most = model.config.max_positions
@@ -223,16 +247,11 @@ def _check_room(model: LanguageModel, length: int) -> None:
         )
 
 
-def _check_prefix(model: LanguageModel, prefix: Sequence[Cache], batch: Batch) -> None:
-    layers = model.config.layers
-    if len(prefix) != len(layers):
+def _check_columns(model: LanguageModel, batch: Batch) -> None:
+    config = model.config
+    counted = config.positions == "alibi" or any(layer.window for layer in config.layers)
+    if batch.visible is not None and counted:
         raise ArgumentError(
-            f"prefix must hold a cache for each of the model's {len(layers)} layers; got "
-            f"{len(prefix)}."
-        )
-    counts_columns = model.config.positions == "alibi" or any(layer.window for layer in layers)
-    if batch.visible is not None and counts_columns:
-        raise ArgumentError(
-            "behind a prefix, prompts of different lengths have padding between their tokens, "
-            "which windows and ALiBi would count. Generate them one at a time."
+            "behind earlier tokens, prompts of different lengths have padding between their "
+            "tokens, which windows and ALiBi would count. Generate them one at a time."
         )
