@@ -58,7 +58,12 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_commands_are_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     listed = capsys.readouterr().out.split("Commands:")[1].splitlines()
-    assert [line.split()[0] for line in listed if line.strip()] == ["inspect", "doctor", "bench"]
+    assert [line.split()[0] for line in listed if line.strip()] == [
+        "inspect",
+        "generate",
+        "doctor",
+        "bench",
+    ]
 
 
 @pytest.mark.parametrize(

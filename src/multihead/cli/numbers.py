@@ -57,6 +57,12 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 59.95 else f"{int(value // 60)} min {value % 60:.0f} s"
 
 
+def rate(value: float) -> str:
+    """Things a second in three digits: "8.42", "84.2", "842"."""
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f}"
+
+
 def bar(share: float, width: int) -> str:
     """A bar of `width` cells, `share` of it filled to an eighth of a cell."""
     if math.isnan(share):

@@ -41,6 +41,16 @@ def _visible_character(character: str, spaces: bool) -> str:
     return character
 
 
+def printable(text: str) -> str:
+    """`text` as it may go to a terminal: lines and tabs stay, what would command it is spelled out.
+
+    Joiners stay too: emoji and several scripts need them.
+    """
+    return "".join(
+        c if c in "\n\t\u200c\u200d" else _visible_character(c, spaces=False) for c in text
+    )
+
+
 def fit(text: str, width: int) -> str:
     """`text` in at most `width` terminal cells, the end cut and marked with an ellipsis."""
     if cell_len(text) <= width:
