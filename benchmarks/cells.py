@@ -60,9 +60,14 @@ def peers(document: Document) -> str:
 
 def call(row: Mapping[str, Any]) -> str:
     """The kind and shape of a row's call."""
+    if "what" in row:
+        return str(row["what"])
     grouped = row["heads"] != row["kv_heads"]
     heads = f"{row['heads']}/{row['kv_heads']}" if grouped else str(row["heads"])
     kind = row["kind"]
+    if kind == "layer":
+        wide = row["heads"] * row["width"]
+        return f"layer, {row['keys']} tokens, {wide} wide, {row['heads']} heads"
     if kind.startswith("decode"):
         return f"decode, {heads} heads, {row['keys']} keys, D {row['width']}"
     if kind.startswith("small"):
@@ -96,6 +101,20 @@ def best(row: Mapping[str, Any]) -> str:
     """The ratio to the fastest of the others, by name."""
     name = best_peer(row)
     return "" if name is None else f"{ratio(row, name)} {name}"
+
+
+def rate(row: Mapping[str, Any], name: str) -> str:
+    """Tokens a second of one contestant of a whole model."""
+    value = row["tokens_per_second"][name]
+    return f"{value:.0f} tokens/s" if value >= 100 else f"{value:.1f} tokens/s"
+
+
+def parts(row: Mapping[str, Any]) -> str:
+    """What of a layer's time its parts take, and whether its weights are packed."""
+    shares = [f"{name} {100 * share:.0f} %" for name, share in row["shares"].items()]
+    packed = row["packed_bytes"]
+    weights = f"{packed / 2**20:.1f} MiB of packed weights" if packed else "no weight packed"
+    return f"{', '.join(shares)}; {weights}"
 
 
 def share(row: Mapping[str, Any]) -> str:

@@ -13,7 +13,9 @@ from cells import (
     measured,
     not_measurable,
     of_suite,
+    parts,
     peers,
+    rate,
     ratio,
     share,
     table,
@@ -48,7 +50,7 @@ def memory_block(documents: Sequence[Document]) -> str:
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     **{
         name: partial(contests_block, name)
-        for name in ("prefill", "window", "packed", "decode", "small", "grouped")
+        for name in ("prefill", "window", "packed", "decode", "small", "grouped", "layer", "models")
     },
     "overhead": overhead_block,
     "memory": memory_block,
@@ -63,19 +65,13 @@ def _contests(document: Document) -> str:
 
 def _contest_lines(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     times, errors = row["times"], row["errors"]
-    rate = f"{row['gflops']:.0f} GF/s" if "gflops" in row else f"{row['gb_per_s']:.1f} GB/s"
-    if "seconds_over_torch" in row:
-        note = f"{1e6 * row['seconds_over_torch']:+.1f} us against torch"
-        if row["python_seconds"] is not None:
-            note += f", of which Python {1e6 * row['python_seconds']:.1f} us"
-    else:
-        note = f"{rate}, {share(row)}"
-    if "buffers_bytes" in row:
-        note += f", {row['buffers_bytes'] / 2**30:.1f} GiB of buffers in turn"
+    note = _note(row)
     yield call(row), row["dtype"], OURS, duration(times[OURS]), "", f"{errors[OURS]:.1e}", note
     for name in row["ratios"]:
         first = row["first_call_seconds"].get(name)
         note = "" if first is None else f"first call {first:.1f} s"
+        if "tokens_per_second" in row:
+            note = rate(row, name)
         yield (
             "",
             "",
@@ -87,6 +83,24 @@ def _contest_lines(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
     for name, reason in row["declined"].items():
         yield "", "", name, "", "", "", reason
+
+
+def _note(row: dict[str, Any]) -> str:
+    """What is to be said of our own line."""
+    if "seconds_over_torch" in row:
+        note = f"{1e6 * row['seconds_over_torch']:+.1f} us against torch"
+        if row["python_seconds"] is not None:
+            note += f", of which Python {1e6 * row['python_seconds']:.1f} us"
+    elif "tokens_per_second" in row:
+        note = rate(row, OURS)
+        if "same_tokens" in row:
+            note += f", {100 * row['same_tokens']:.1f} % of the tokens are torch's"
+    else:
+        reached = f"{row['gflops']:.0f} GF/s" if "gflops" in row else f"{row['gb_per_s']:.1f} GB/s"
+        note = f"{reached}, {share(row)}"
+    if "buffers_bytes" in row:
+        note += f", {row['buffers_bytes'] / 2**30:.1f} GiB of buffers in turn"
+    return f"{note}; {parts(row)}" if "shares" in row else note
 
 
 def _overheads(document: Document) -> str:
@@ -102,11 +116,11 @@ def _overheads(document: Document) -> str:
         if "overhead" in row
     ]
     others = [line for row in measured(document) if "ratios" in row for line in _contest_lines(row)]
-    parts = [table(("feature", "dtype", "with it", "plain", "added"), added)]
+    tables = [table(("feature", "dtype", "with it", "plain", "added"), added)]
     if others:
         head = ("call", "dtype", "contestant", "time", "against ours", "error", "note")
-        parts.append(table(head, others))
-    return _section(document, "\n".join(parts))
+        tables.append(table(head, others))
+    return _section(document, "\n".join(tables))
 
 
 def _memory(document: Document) -> str:

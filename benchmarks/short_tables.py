@@ -17,7 +17,9 @@ from cells import (
     not_measurable,
     of_suite,
     ours,
+    parts,
     peers,
+    rate,
     ratio,
     share,
     table,
@@ -50,6 +52,18 @@ def calls_block(documents: Sequence[Document]) -> str:
     return "\n".join(_calls_section(found) for found in machines.values())
 
 
+def layer_block(documents: Sequence[Document]) -> str:
+    """For each machine one layer at inference, and what of its time goes where."""
+    found = of_suite(documents, "layer")
+    return "\n".join(map(_layer_section, found)) if found else NOTHING
+
+
+def models_block(documents: Sequence[Document]) -> str:
+    """For each machine a line for each whole model, ours beside every other."""
+    found = of_suite(documents, "models")
+    return "\n".join(map(_models_section, found)) if found else NOTHING
+
+
 def overhead_block(documents: Sequence[Document]) -> str:
     """A line for each machine: what each feature adds, float32 and bfloat16."""
     found = of_suite(documents, "overhead")
@@ -71,6 +85,8 @@ def inspect_block(documents: Sequence[Document]) -> str:
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     "prefill": prefill_block,
     "calls": calls_block,
+    "layer": layer_block,
+    "models": models_block,
     "overhead": overhead_block,
     "memory": memory_block,
     "inspect": inspect_block,
@@ -107,6 +123,27 @@ def _calls_section(documents: Sequence[Document]) -> str:
     head = ("call", "dtype", "ours (quartiles, n)", "torch", "best other", "of the limit")
     notes = "".join(map(not_measurable, documents))
     return f"{_place(documents[0])}\n\n{table(head, lines)}\n{losses(lost)}{notes}"
+
+
+def _layer_section(document: Document) -> str:
+    rows = measured(document)
+    lines = [
+        (call(row), row["dtype"], ours(row), _others(row), share(row), parts(row)) for row in rows
+    ]
+    head = ("layer", "dtype", "ours (quartiles, n)", "others", "of the limit", "of its time")
+    return f"{_place(document)}\n\n{table(head, lines)}\n{losses(rows)}{not_measurable(document)}"
+
+
+def _models_section(document: Document) -> str:
+    rows = measured(document)
+    lines = [(call(row), row["dtype"], ours(row), rate(row, OURS), _others(row)) for row in rows]
+    head = ("model", "dtype", "ours (quartiles, n)", "ours", "others")
+    return f"{_place(document)}\n\n{table(head, lines)}\n{losses(rows)}{not_measurable(document)}"
+
+
+def _others(row: dict[str, Any]) -> str:
+    """The ratio to each other contestant, by name."""
+    return ", ".join(f"{ratio(row, name)} {name}" for name in row["ratios"])
 
 
 def _small_lines(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

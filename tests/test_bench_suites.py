@@ -9,12 +9,28 @@ import torch
 from bench_cases import FULL, SETTING
 from multihead.bench import (
     contest,
+    llama,
     memory_probe,
     show,
+    verify,
+    whole,
 )
 from multihead.bench.case import Case
-from multihead.bench.suites import SUITES, decode, grouped, masked, memory, overhead, prefill, small
+from multihead.bench.suites import (
+    SUITES,
+    continuing,
+    decode,
+    grouped,
+    layer,
+    masked,
+    memory,
+    models,
+    overhead,
+    prefill,
+    small,
+)
 from multihead.cli import app
+from multihead.errors import BackendError, ModelError
 from multihead.ops.backends import native
 from requires import require
 
@@ -44,6 +60,20 @@ def test_the_suites_have_the_shapes_that_are_promised() -> None:
     assert "packed-16x512-8192-d64-float32" in names["packed"]
     assert "decode-32-8-8192-d128-float32" in names["decode"]
     assert "small-32h-16q-128-d64-float32" in names["small"]
+    assert names["layer"] == ["layer-2048-768-12h-float32", "layer-2048-768-12h-bfloat16"]
+    assert {
+        "modernbert-8192-bfloat16",
+        "gemma3-8192-bfloat16",
+        "bert-16x512-padded-bfloat16",
+        "smollm2-generate-batch-16-float32",
+        *(f"smollm2-prefill-{n}-{t}" for n in (2048, 8000) for t in ("bfloat16", "float32")),
+        *(
+            f"smollm2-decode-{batch}x{context}-{dtype}"
+            for batch in (1, 8)
+            for context in (128, 4096)
+            for dtype in ("bfloat16", "float32")
+        ),
+    } == set(names["models"])
 
 
 def first(module: object, name: str, setting: contest.Setting = SETTING) -> dict[str, object]:
@@ -155,6 +185,105 @@ def test_a_row_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = first(prefill, "float16")
     (line,) = show.lines(entry)
     assert "not measurable here: The kernels are on holiday." in line
+
+
+# --- layers and whole models ---------------------------------------------------------------------
+
+
+def test_a_layer_is_weighed_with_its_projections() -> None:
+    require("native")
+    entry = first(layer, "float32")
+    assert {contest.TORCH, layer.LINEAR_SDPA} <= entry["ratios"].keys()
+    assert entry["errors"][contest.OURS] <= entry["bound"]
+    median = entry["times"][contest.OURS]["median"]
+    projections = 4 * 2 * 96 * 48**2
+    assert entry["gflops"] == pytest.approx((projections + 4 * 48 * 96**2) / median / 1e9)
+    assert entry["shares"].keys() == {"projections", "attention"}
+    *_, line = [line for line in show.lines(entry) if "of its time" in line]
+    assert f"attention {100 * entry['shares']['attention']:.0f} %" in line
+    assert ("packed, " in line) == (entry["packed_bytes"] > 0)
+
+
+def test_a_layer_that_is_wrong_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("native")
+    right = layer.MultiHeadAttention.forward
+    monkeypatch.setattr(layer.MultiHeadAttention, "forward", lambda self, x: right(self, x) * 1.01)
+    with pytest.raises(BackendError, match="multihead differs from float64"):
+        first(layer, "float32")
+
+
+@pytest.mark.parametrize("name", ["modernbert", "gemma3", "bert", "prefill-64-bf"])
+def test_a_whole_model_is_timed_and_checked(name: str) -> None:
+    require("native")
+    require("models")
+    entry = first(models, name)
+    assert entry["errors"][contest.OURS] <= 2 * entry["errors"][contest.TORCH] + 2**-7
+    assert entry["ratios"].keys() >= {contest.TORCH}
+    rate = entry["tokens"] / entry["times"][contest.OURS]["median"]
+    assert entry["tokens_per_second"][contest.OURS] == rate
+    lines = list(show.lines(entry))
+    assert f"{rate:.1f} tokens/s" in lines[0]
+    assert contest.TORCH in lines[1]
+
+
+@pytest.mark.parametrize("name", ["decode-8x16-float32", "decode-1x24-bfloat16"])
+def test_decoding_is_timed_and_checked(name: str) -> None:
+    require("native")
+    require("models")
+    entry = first(models, name)
+    assert entry["tokens"] == entry["kind"].count("8x") * 56 + 8
+    assert entry["errors"][contest.OURS] <= 2 * entry["errors"][contest.TORCH] + 2**-7
+    assert llama.NAME not in entry["ratios"], "its file has other weights than a small model"
+
+
+def test_a_decoder_forgets_what_it_read() -> None:
+    require("models")
+    model = whole.smollm2(torch.float32, quick=True)
+    ids = whole.text(13, quick=True)
+    with torch.inference_mode():
+        decoder = continuing.Transformers(model, "sdpa", ids, batch=3, context=9)
+        once = decoder.run()
+        assert torch.equal(decoder.run(), once)
+        expected = model(ids).logits[:, -1]
+    assert once.shape == (3, model.config.vocab_size)
+    torch.testing.assert_close(once, expected.expand(3, -1))
+
+
+def test_requests_in_one_batch_give_the_same_tokens() -> None:
+    require("native")
+    require("models")
+    entry = first(models, "generate-batch")
+    assert entry["same_tokens"] >= 0.9
+    assert f"{100 * entry['same_tokens']:.1f} % of the tokens the same" in next(show.lines(entry))
+
+
+def test_tokens_are_compared_up_to_the_first_other_one() -> None:
+    assert continuing._same([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == 1
+    assert continuing._same([[1, 9, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == pytest.approx(3 / 5)
+    assert continuing._same([[1]], [[1, 2]]) == 0.5
+
+
+def test_a_whole_model_that_is_wrong_has_no_time() -> None:
+    right = torch.randn(2, 5, 7, dtype=torch.float64)
+    visible = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    padded = right.clone()
+    padded[0, 3:] = torch.nan
+    assert verify.differing(padded, right, visible) == 0
+    assert verify.differing(1.5 * right, right) == pytest.approx(0.5)
+    verify.judge_whole("a row", {"ours": 0.021, "torch": 0.01}, torch.bfloat16, "torch")
+    for error in (0.03, float("nan")):
+        with pytest.raises(BackendError, match="a row: the result of ours"):
+            verify.judge_whole("a row", {"ours": error, "torch": 0.01}, torch.bfloat16, "torch")
+
+
+def test_a_model_that_is_absent_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModelError("The model is not here.")
+
+    monkeypatch.setattr(whole, "smollm2", absent)
+    for name in ("prefill-64-bf", "decode-1x16-bf", "generate-batch"):
+        entry = first(models, name)
+        assert "not measurable here: The model is not here." in next(show.lines(entry))
 
 
 # --- memory --------------------------------------------------------------------------------------

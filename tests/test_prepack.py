@@ -566,6 +566,9 @@ def test_rows_are_chosen_by_what_was_measured(
     found = mh.prepack(model)
     (choice,) = found.choices
     assert choice.rows == expected
+    assert [count for count in PROBES if found.serves(count)] == [
+        count for count in PROBES if expected is not None and count in expected
+    ]
     assert choice.layers == 2
     for layer in model:
         assert type(layer) is (nn.Linear if expected is None else PackedLinear)

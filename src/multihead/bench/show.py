@@ -50,6 +50,8 @@ def lines(entry: Entry) -> Iterator[str]:
             f"{name} {duration(entry['times'][OURS])}, plain {duration(entry['times'][PLAIN])}  "
             f"{100 * entry['overhead']:+.1f} %"
         )
+    elif "tokens_per_second" in entry:
+        yield from _whole(name, entry)
     else:
         yield from _contest(name, entry)
 
@@ -66,6 +68,31 @@ def _contest(name: str, entry: Entry) -> Iterator[str]:
         )
     if "seconds_over_torch" in entry:
         yield f"    {_small(entry)}"
+    if "shares" in entry:
+        parts = [f"{name} {100 * share:.0f} %" for name, share in entry["shares"].items()]
+        packed = entry["packed_bytes"]
+        weights = f"packed, {packed / 2**20:.1f} MiB" if packed else "not packed: nothing gains"
+        yield f"    of its time: {', '.join(parts)}; weights {weights}"
+    for other, reason in entry["declined"].items():
+        yield f"    {other:<30} {reason}"
+
+
+def _whole(name: str, entry: Entry) -> Iterator[str]:
+    """A whole model: errors are shares of the answer's size."""
+    times, errors, rates = entry["times"], entry["errors"], entry["tokens_per_second"]
+    packed = entry.get("packed_bytes")
+    same = entry.get("same_tokens")
+    notes = "" if same is None else f"  {100 * same:.1f} % of the tokens the same"
+    notes += f"  packed weights {packed / 2**20:.0f} MiB" if packed else ""
+    yield (
+        f"{name} {duration(times[OURS])}  {rates[OURS]:.1f} tokens/s  "
+        f"error {errors[OURS]:.1e}{notes}"
+    )
+    for other, ratio in entry["ratios"].items():
+        yield (
+            f"    {other:<30} {duration(times[other])}  {ratio:.2f}x  "
+            f"{rates[other]:.1f} tokens/s  error {errors[other]:.1e}"
+        )
     for other, reason in entry["declined"].items():
         yield f"    {other:<30} {reason}"
 

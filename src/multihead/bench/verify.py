@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from multihead.errors import BackendError
 from multihead.masks import Mask
 from multihead.ops import ALiBi
 
-_SAMPLED_ROWS = 16
+SAMPLED_ROWS = 16
 
 # A peer may be less exact than plain torch; one that computes something else is off by far more.
 _PEERS_FACTOR = 16.0
@@ -50,11 +52,15 @@ def expect(query: Tensor, key: Tensor, value: Tensor, **rules: Any) -> Expected:
     Takes attention's mask, bias (of keys alone, or ALiBi), softcap and sinks.
     """
     length = query.shape[2]
-    rows = torch.linspace(0, length - 1, min(_SAMPLED_ROWS, length)).long()
+    rows = torch.linspace(0, length - 1, min(SAMPLED_ROWS, length)).long()
     values = _formula(query.double(), key.double(), value.double(), rows, **rules)
     plain = _formula(query, key, value, rows, **rules)
-    rounding = torch.finfo(query.dtype).eps * _largest(values)
-    return Expected(rows, values, rounding, _largest(plain - values))
+    return Expected(rows, values, rounding_of(values, query.dtype), _largest(plain - values))
+
+
+def rounding_of(values: Tensor, dtype: torch.dtype) -> float:
+    """One rounding of the dtype at the largest of the values."""
+    return torch.finfo(dtype).eps * _largest(values)
 
 
 def _largest(difference: Tensor) -> float:
@@ -91,3 +97,29 @@ def _formula(
         scores = torch.cat([scores, column], dim=3)
     weights = torch.softmax(scores, dim=-1)[..., :keys].reshape(batch, kv_heads, -1, keys)
     return (weights @ value).reshape(batch, heads, len(rows), -1)
+
+
+def differing(out: Tensor, right: Tensor, visible: Tensor | None = None) -> float:
+    """How far a model's answer [B, L, ...] is from the right one, over the size of that one.
+
+    `visible` [B, L] tells which tokens count; all do without it.
+    """
+    difference, right = out.double() - right.double(), right.double()
+    if visible is not None:
+        difference, right = difference[visible.bool()], right[visible.bool()]
+    return float(difference.norm() / right.norm())
+
+
+def judge_whole(name: str, errors: Mapping[str, float], dtype: torch.dtype, baseline: str) -> None:
+    """Raise BackendError where a whole model is off by more than twice what the baseline is.
+
+    One rounding of the dtype is allowed on top. Peers that compute with other numbers than the
+    model's (weights of four bits, say) are not judged so.
+    """
+    allowed = 2 * errors[baseline] + torch.finfo(dtype).eps
+    for contestant, error in errors.items():
+        if not error <= allowed:  # NaN is wrong too
+            raise BackendError(
+                f"{name}: the result of {contestant} differs by {error:.2e} of its size; "
+                f"{allowed:.2e} is allowed. Its time means nothing."
+            )

@@ -30,6 +30,8 @@ SUITES = (
     "decode",
     "small",
     "grouped",
+    "layer",
+    "models",
     "overhead",
     "memory",
     "inspect",
