@@ -18,6 +18,8 @@ from multihead.bench.timing import Timing
 from multihead.heads.text import built_in, tokenize
 from multihead.integrations import load
 from multihead.integrations.extras import import_extra
+from multihead.models import LanguageModel
+from multihead.models.checkpoints import from_checkpoint
 
 HIGHER = {
     torch.bfloat16: torch.float32,
@@ -27,6 +29,8 @@ HIGHER = {
 """The dtype in which a model's answer counts as right for one that computes in another."""
 
 PREPACKED = f"{OURS} prepacked"
+OWN = f"{OURS} LanguageModel"
+OWN_PREPACKED = f"{OWN} prepacked"
 
 _SMALL = {"vocab_size": 307, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -153,6 +157,14 @@ def random_tokens(model: nn.Module, shape: tuple[int, int]) -> Tensor:
     generator = torch.Generator().manual_seed(shape[1])
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     return torch.randint(5, vocabulary, shape, generator=generator)
+
+
+def own(model: nn.Module) -> LanguageModel:
+    """The same decoder as a `LanguageModel`; where weights lie alike they are shared."""
+    config: Any = model.config
+    made = from_checkpoint(config.to_dict(), model.state_dict())
+    assert isinstance(made, LanguageModel)
+    return made
 
 
 def in_higher(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,10 @@ from multihead.bench.contest import OURS, TORCH, Declined, Setting
 from multihead.bench.suites.row import Row
 from multihead.bench.timing import alternate
 from multihead.bench.verify import differing, judge_whole
-from multihead.bench.whole import PREPACKED, compared, register
+from multihead.bench.whole import OWN, OWN_PREPACKED, PREPACKED, compared, register
 from multihead.errors import BackendError, MissingExtraError, ModelError
 from multihead.integrations.sdpa import replace_sdpa
+from multihead.models import LanguageModel
 from multihead.nn import prepack
 
 # Tokens of one sample: enough that a sample is longer than the scheduler's tick.
@@ -101,6 +103,28 @@ class Transformers:
         return logits
 
 
+class Own:
+    """Our own model with its growing caches."""
+
+    def __init__(self, model: LanguageModel, ids: Tensor, batch: int, context: int) -> None:
+        self._model = model
+        self._next = ids[:, context:].expand(batch, -1)
+        self._context = context
+        self._caches = model.make_caches()
+        model(ids[:, :context], caches=self._caches, rows="last")
+        for cache in self._caches:
+            cache.reorder([0] * batch)
+
+    def run(self) -> Tensor:
+        """See `Decoder`."""
+        logits = torch.empty(0)
+        for token in self._next.split(1, dim=1):
+            logits = self._model(token, caches=self._caches)[:, -1]
+        for cache in self._caches:
+            cache.crop(self._context)
+        return logits
+
+
 def _cache_argument(model: nn.Module) -> str:
     """What a model of the installed transformers calls its cache."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
@@ -120,16 +144,21 @@ def _decode(case: Decoding, quick: bool, setting: Setting) -> Entry:
     except (MissingExtraError, ModelError) as error:
         return {**entry, "not_measurable": str(error)}
     ids = whole.text(case.context + _STEPS, quick=quick)
-    packed = copy.deepcopy(model)
-    entry["packed_bytes"] = prepack(packed).nbytes
+    packed, own, packed_own = copy.deepcopy(model), whole.own(model), whole.own(model)
+    found, found_own = prepack(packed), prepack(packed_own)
+    entry["packed_bytes"] = found.nbytes
+    size = case.batch, case.context
     builders: dict[str, Callable[[], Decoder]] = {
-        OURS: partial(Transformers, model, OURS, ids, case.batch, case.context),
-        TORCH: partial(Transformers, model, "sdpa", ids, case.batch, case.context),
+        OURS: partial(Transformers, model, OURS, ids, *size),
+        TORCH: partial(Transformers, model, "sdpa", ids, *size),
+        OWN: partial(Own, own, ids, *size),
     }
-    if entry["packed_bytes"]:
-        builders[PREPACKED] = partial(Transformers, packed, OURS, ids, case.batch, case.context)
+    if found.serves(case.batch):
+        builders[PREPACKED] = partial(Transformers, packed, OURS, ids, *size)
+    if found_own.serves(case.batch):
+        builders[OWN_PREPACKED] = partial(Own, packed_own, ids, *size)
     if not quick:
-        builders[llama.NAME] = partial(llama.Llama, ids, case.batch, case.context, setting.threads)
+        builders[llama.NAME] = partial(llama.Llama, ids, *size, setting.threads)
     declined = {}
     with torch.inference_mode():
         decoders: dict[str, Decoder] = {}
@@ -145,8 +174,8 @@ def _decode(case: Decoding, quick: bool, setting: Setting) -> Entry:
         higher = whole.in_higher(model, case.dtype)
         right = higher(ids, logits_to_keep=1)[0][:, -1].expand(case.batch, -1)
     errors = {name: differing(out, right) for name, out in results.items()}
-    own = {name: error for name, error in errors.items() if name != llama.NAME}
-    judge_whole(case.name, own, case.dtype, TORCH)
+    same_weights = {name: error for name, error in errors.items() if name != llama.NAME}
+    judge_whole(case.name, same_weights, case.dtype, TORCH)
     return entry | compared(times, errors, case.batch * _STEPS) | {"declined": declined}
 
 
@@ -220,10 +249,10 @@ def _number(item: tuple[str, Any]) -> int:
 
 def _same(found: list[list[int]], expected: list[list[int]]) -> float:
     """The share of tokens that are the same up to each request's first other one."""
-    kept = total = 0
-    for ours, theirs in zip(found, expected, strict=True):
-        other = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs)
-        )
-        kept, total = kept + other, total + len(theirs)
-    return kept / total
+    kept = sum(_agreeing(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    return kept / sum(map(len, expected))
+
+
+def _agreeing(ours: list[int], theirs: list[int]) -> int:
+    pairs = zip(ours, theirs, strict=False)  # a request that ended early lacks its last ones
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

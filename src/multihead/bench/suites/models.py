@@ -18,8 +18,9 @@ from multihead.bench.suites import continuing
 from multihead.bench.suites.row import Row
 from multihead.bench.timing import alternate
 from multihead.bench.verify import differing, judge_whole
-from multihead.bench.whole import PREPACKED, compared, register
+from multihead.bench.whole import OWN, OWN_PREPACKED, PREPACKED, compared, register
 from multihead.errors import MissingExtraError, ModelError
+from multihead.models import LanguageModel
 from multihead.nn import prepack
 
 _BF16, _F32 = torch.bfloat16, torch.float32
@@ -39,7 +40,7 @@ class Pass:
     inputs: Callable[[nn.Module], Mapping[str, Tensor]]
     tokens: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    may_pack: bool = False
+    decodes: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -110,7 +111,7 @@ def _prefills(quick: bool) -> list[Pass]:
             lambda model, tokens=tokens: {"input_ids": whole.text(tokens, quick=quick)},  # type: ignore[misc]
             tokens,
             {"logits_to_keep": 1, "use_cache": True},
-            may_pack=True,
+            decodes=True,
         )
         for dtype in (_BF16, _F32)
         for tokens in ((64, 96) if quick else (2048, 8000))
@@ -137,13 +138,12 @@ def _measure(it: Pass, setting: Setting) -> Entry:
         out: Tensor = of(**inputs, **it.options)[0]
         return out
 
-    calls = {OURS: partial(call, model, OURS), TORCH: partial(call, model, "sdpa")}
-    if it.may_pack:
-        packed = copy.deepcopy(model)
-        found = prepack(packed)
-        if found.serves(it.tokens):
-            entry["packed_bytes"] = found.nbytes
-            calls[PREPACKED] = partial(call, packed, OURS)
+    calls: dict[str, Callable[[], Tensor]] = {
+        OURS: partial(call, model, OURS),
+        TORCH: partial(call, model, "sdpa"),
+    }
+    if it.decodes:
+        calls |= _for_decoders(it, model, inputs["input_ids"], call, entry)
     with torch.inference_mode():
         times = alternate(calls, seconds=_MORE_TIME * setting.seconds, least=_LEAST)
         results = {name: function() for name, function in calls.items()}
@@ -152,3 +152,27 @@ def _measure(it: Pass, setting: Setting) -> Entry:
     errors = {name: differing(out, right, visible) for name, out in results.items()}
     judge_whole(it.name, errors, it.dtype, TORCH)
     return entry | compared(times, errors, it.tokens) | {"declined": {}}
+
+
+def _for_decoders(
+    it: Pass,
+    model: nn.Module,
+    ids: Tensor,
+    call: Callable[[nn.Module, str], Tensor],
+    entry: Entry,
+) -> dict[str, Callable[[], Tensor]]:
+    """Our own model of the same weights, and packed ones where that serves so many tokens."""
+
+    def read(own: LanguageModel) -> Tensor:
+        logits: Tensor = own(ids, caches=own.make_caches(), rows="last")
+        return logits
+
+    calls: dict[str, Callable[[], Tensor]] = {OWN: partial(read, whole.own(model))}
+    packed, packed_own = copy.deepcopy(model), whole.own(model)
+    found, found_own = prepack(packed), prepack(packed_own)
+    if found.serves(it.tokens):
+        entry["packed_bytes"] = found.nbytes
+        calls[PREPACKED] = partial(call, packed, OURS)
+    if found_own.serves(it.tokens):
+        calls[OWN_PREPACKED] = partial(read, packed_own)
+    return calls
