@@ -232,6 +232,36 @@ def test_overheads_are_one_line_and_memory_another() -> None:
     assert "| causal | 1.0 MiB | 64 MiB |" in long_tables.memory_block([document("memory", *calls)])
 
 
+def test_a_layer_tells_where_its_time_goes() -> None:
+    entry = row("layer", heads=12, kv_heads=12, keys=2048)
+    entry |= {"shares": {"projections": 0.4, "attention": 0.55}, "packed_bytes": 0}
+    block = short_tables.layer_block([document("layer", entry, NOT_HERE)])
+    (line,) = lines_of(block, "| layer, 2048 tokens, 768 wide, 12 heads |")
+    for part in ("3.00x torch, 1.20x zentorch", "75 % of FMA", "projections 40 %, attention 55 %"):
+        assert part in line
+    assert "no weight packed" in line
+    assert "full-1024-d64-float16 (It computes float32)" in block
+    longer = long_tables.contests_block(
+        "layer", [document("layer", entry | {"packed_bytes": 2**20})]
+    )
+    assert "75 % of FMA; projections 40 %, attention 55 %; 1.0 MiB of packed weights" in longer
+
+
+def test_a_whole_model_tells_tokens_a_second() -> None:
+    entry = row("smollm2-decode", what="SmolLM2, decoding", same_tokens=0.995)
+    entry["declined"] = {"llama.cpp": "not measurable here: not installed"}
+    del entry["gflops"]
+    entry["tokens_per_second"] = {"multihead": 123.4, "torch": 41.1, "zentorch": 99.0, "jax": 12.0}
+    block = short_tables.models_block([document("models", entry)])
+    (line,) = lines_of(block, "| SmolLM2, decoding | float32 |")
+    assert "2.00 ms (1.80-2.40, n 9) | 123 tokens/s | 3.00x torch, 1.20x zentorch" in line
+    assert "Slower than none here." in block
+    longer = long_tables.contests_block("models", [document("models", entry)])
+    assert "123 tokens/s, 99.5 % of the tokens are torch's" in longer
+    assert "| torch | 6.00 ms (5.40-7.20, n 9) | 3.00x | 2.0e-07 | 41.1 tokens/s |" in longer
+    assert "| llama.cpp |  |  |  | not measurable here: not installed |" in longer
+
+
 def test_the_long_table_has_every_contestant() -> None:
     block = long_tables.contests_block("prefill", [document("prefill", row("full"))])
     for part in (
