@@ -24,6 +24,7 @@ from close import assert_close
 from multihead.nn import packed_linear
 from multihead.nn.packed_linear import PackedLinear, Rows
 from multihead.nn.prepack import PROBES, Plan, Shape
+from requires import require
 
 IN, OUT = 43, 29
 prepack = importlib.import_module("multihead.nn.prepack")  # the function has its name
@@ -44,7 +45,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def everything(model: nn.Module) -> Plan:
     """A plan that packs every layer for any number of rows."""
-    return {Shape.of(m): Rows(1) for m in model.modules() if isinstance(m, nn.Linear)}
+    return {
+        Shape.of(m): Rows(1)
+        for m in model.modules()
+        if packed_linear.packed_class(type(m)) is not None
+    }
 
 
 def linear(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
@@ -664,3 +669,42 @@ def test_our_layer_is_packed(products: Products) -> None:
         found = layer(x)
     assert products.calls == 2
     torch.testing.assert_close(found, expected)
+
+
+def test_a_transposed_weight(products: Products) -> None:
+    require("models")
+    conv1d = importlib.import_module("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(1)
+    model = nn.Sequential(conv1d(OUT, IN))
+    plain, x = copy.deepcopy(model), rows(6).reshape(2, 3, IN)
+    found = mh.prepack(model, plan=everything(model))
+    assert "float32 43 to 29, kept transposed, 1 layer: packed" in str(found)
+    for change in (lambda weight: None, lambda weight: weight.mul_(2)):
+        with torch.no_grad():
+            change(model[0].weight)
+            change(plain[0].weight)
+            baseline = plain(x)
+            assert_close(model(x), copy.deepcopy(plain).double()(x.double()), baseline, factor=4)
+    assert products.calls == 2
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+    for other in (copy.deepcopy(model), _pickled(model)):
+        assert type(other[0]) is conv1d
+        assert torch.equal(other(x), plain(x))
+    mh.unpack(model)
+    assert type(model[0]) is conv1d
+    assert vars(model[0]).keys() == vars(plain[0]).keys()
+
+
+def test_a_real_measurement_of_transposed_weights() -> None:
+    require("models")
+    transformers = importlib.import_module("transformers")
+    sizes = {"n_embd": 48, "n_head": 3, "n_layer": 2, "vocab_size": 101, "n_positions": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    ids = torch.randint(3, 101, (2, 17))
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = mh.prepack(model)
+        assert {choice.shape.transposed for choice in found.choices} == {True, False}
+        mh.prepack(model, plan=everything(model))
+        torch.testing.assert_close(model(ids).logits, expected)

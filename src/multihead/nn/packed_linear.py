@@ -1,4 +1,4 @@
-"""A linear layer that keeps its weight a second time, in the order that oneDNN's product reads.
+"""Linear layers that keep their weight a second time, in the order that oneDNN's product reads.
 
 torch's own product either reads the weight as it lies or reorders it in every call. A copy that is
 reordered once is right only as long as nobody changes the weight, so every call compares.
@@ -7,10 +7,9 @@ reordered once is right only as long as nobody changes the weight, so every call
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -20,6 +19,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # does not count (`weight.data.add_()`, as merging an adapter does, or NumPy on the same memory)
 # shows in them. They cost half a microsecond.
 _RUNS, _RUN = 16, 8
+
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
+
+_classes: dict[type[nn.Module], type[Packed]] = {}  # of others' layers, made when first met
 
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 
@@ -54,12 +57,13 @@ class PackedWeight:
     sampled: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor) -> PackedWeight:
-        """Reorder a weight [out, in], one that is not `unpackable`."""
+    def of(cls, weight: Tensor, *, transposed: bool = False) -> PackedWeight:
+        """Reorder a weight [out, in], transposed [in, out]; one that is not `unpackable`."""
         state = _state(weight)  # first: a change during the copying must show in the next call
         sample = _sample(weight)
         sampled = sample.clone()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        matrix = weight.detach().t().contiguous() if transposed else weight.detach()
+        packed = torch.ops.mkldnn._reorder_linear_weight(matrix)
         return cls(packed, weight, state, sample, sampled)
 
     def is_of(self, weight: Tensor) -> bool:
@@ -79,26 +83,31 @@ class PackedWeight:
         return int(torch.ops.mkldnn._nbytes(self.packed))
 
 
-class PackedLinear(nn.Linear):
-    """A `torch.nn.Linear` that `multihead.prepack` has given a packed copy of its weight.
+class Packed(nn.Module):
+    """What makes a packed layer of the class of a plain one, which stands behind it as a base.
 
-    Parameters, state dict, hooks and results are those of `torch.nn.Linear`. The copy serves calls
-    that need no derivative, of as many rows as it was chosen for; all others take
-    `torch.nn.functional.linear`: under autograd, autocast, torch.compile, export, tracing,
-    `torch.func` and torch's function and dispatch modes (`replace_sdpa` is one), for weights that
-    another tensor stands in for (parametrizations, `functional_call`), other devices, dtypes and
-    layouts.
+    Parameters, state dict, hooks and results are those of the plain layer. The copy serves calls
+    that need no derivative, of as many rows as it was chosen for; all others take the plain
+    layer's forward: under autograd, autocast, torch.compile, export, tracing, `torch.func` and
+    torch's function and dispatch modes (`replace_sdpa` is one), for weights that another tensor
+    stands in for (parametrizations, `functional_call`), other devices, dtypes and layouts.
 
     A weight that changed is packed anew by the next call. Changes are seen by torch's version
     counter, by address, shape and dtype, and by 128 of its numbers.
 
-    Copies by `copy.deepcopy` and pickle are plain `torch.nn.Linear` layers.
+    Copies by `copy.deepcopy` and pickle are plain layers.
     """
+
+    plain: ClassVar[type[nn.Module]]
+    transposed: ClassVar[bool] = False
+    """Whether the weight is [in, out]."""
+
+    weight: Tensor
 
     def pack(self, rows: Rows) -> None:
         """Pack the weight now, for calls of so many rows."""
         self._rows = rows
-        self._packed: PackedWeight | None = PackedWeight.of(self.weight)
+        self._packed: PackedWeight | None = PackedWeight.of(self.weight, transposed=self.transposed)
 
     def release(self) -> None:
         """Drop the copy, and pack no other."""
@@ -124,13 +133,15 @@ class PackedLinear(nn.Linear):
                     return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
                         input, packed.packed, bias, "none", [], ""
                     )
-        return F.linear(input, self.weight, self.bias)
+        return super().forward(input)  # type: ignore[no-any-return]
 
     def _may_serve(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the call is one that a packed weight may serve, in order of the checks' cost."""
         if type(input) is not Tensor or not input.ndim:
             return False
         outputs, width = weight.shape
+        if self.transposed:
+            outputs, width = width, outputs
         return (
             input.shape[-1] == width
             and input.numel() // width in self._rows
@@ -150,7 +161,7 @@ class PackedLinear(nn.Linear):
         self._packed = None
         if unpackable(weight) is not None:
             return None
-        packed = PackedWeight.of(weight)
+        packed = PackedWeight.of(weight, transposed=self.transposed)
         self._packed = packed
         return packed
 
@@ -163,21 +174,42 @@ class PackedLinear(nn.Linear):
         self._packed = None
         super()._load_from_state_dict(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the plain layer that it was: whoever copies or stores it keeps its weight once."""
+        if "plain" not in vars(type(self)):  # a parametrization's class knows how to copy itself
+            return super().__reduce_ex__(protocol)
+        return object.__new__, (self.plain,), plain_state(self)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script compiles."""
+        plain = self.plain.__new__(self.plain)
+        plain.__dict__.update(plain_state(self))
+        return plain
+
+
+class PackedLinear(Packed, nn.Linear):
+    """A `torch.nn.Linear` that `multihead.prepack` has given a packed copy; see `Packed`."""
+
+    plain = nn.Linear
+
     def extra_repr(self) -> str:
         """The sizes, and when the packed weight serves."""
         return f"{super().extra_repr()}, packed for {self._rows}"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the `torch.nn.Linear` it was: whoever copies or stores it keeps its weight once."""
-        if type(self) is not PackedLinear:  # a parametrization's class knows how to copy itself
-            return super().__reduce_ex__(protocol)
-        return object.__new__, (nn.Linear,), plain_state(self)
 
-    def __prepare_scriptable__(self) -> nn.Linear:
-        """What torch.jit.script compiles."""
-        plain = nn.Linear.__new__(nn.Linear)
-        plain.__dict__.update(plain_state(self))
-        return plain
+def packed_class(plain: type[nn.Module]) -> type[Packed] | None:
+    """The packed class of a layer's own; None if there is none.
+
+    GPT-2's Conv1D is known by its name: this module does without transformers.
+    """
+    if plain is nn.Linear:
+        return PackedLinear
+    if (plain.__module__, plain.__qualname__) != _CONV1D:
+        return None
+    if plain not in _classes:
+        fields = {"plain": plain, "transposed": True, "__doc__": Packed.__doc__}
+        _classes[plain] = type("PackedConv1D", (Packed, plain), fields)
+    return _classes[plain]
 
 
 def plain_state(layer: nn.Module) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from itertools import cycle
 from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DtypeError
 from ..machine import processor_name
-from .packed_linear import PackedLinear, Rows, plain_state, unpackable
+from .packed_linear import Packed, Rows, packed_class, plain_state, unpackable
 
 PROBES = (1, 4, 16, 64, 512, 2048)
 """The numbers of rows that are measured."""
@@ -56,15 +55,21 @@ class Shape:
     dtype: torch.dtype
     in_features: int
     out_features: int
+    transposed: bool = False
 
     @classmethod
-    def of(cls, layer: nn.Linear) -> Shape:
-        """The shape of a layer's weight."""
-        return cls(layer.weight.dtype, layer.weight.shape[1], layer.weight.shape[0])
+    def of(cls, layer: nn.Module) -> Shape:
+        """The shape of a layer's weight: [out, in], or [in, out] where the class keeps it so."""
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        kind = type(layer) if isinstance(layer, Packed) else packed_class(type(layer))
+        transposed = kind is not None and kind.transposed
+        outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+        return cls(weight.dtype, inputs, outputs, transposed)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} {self.in_features} to {self.out_features}"
+        kept = ", kept transposed" if self.transposed else ""
+        return f"{dtype} {self.in_features} to {self.out_features}{kept}"
 
 
 Plan = Mapping[Shape, Rows | None]
@@ -103,7 +108,7 @@ class Prepacked:
     choices: tuple[Choice, ...]
     left: Mapping[str, str]
     threads: int
-    _packed: WeakSet[PackedLinear] = field(repr=False)
+    _packed: WeakSet[Packed] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -148,11 +153,11 @@ class Prepacked:
 def prepack(model: nn.Module, *, plan: Plan | None = None) -> Prepacked:
     """Pack the weights of a model's linear layers, where this processor gains from it.
 
-    Every `torch.nn.Linear` in `model` whose shape is at least 1.1 times as fast with its weight
-    reordered once for oneDNN becomes a layer that keeps such a copy and uses it at inference, for
-    the numbers of rows (batch times length) at which it is faster. On other calls, and for all
-    other layers, nothing changes. See `PackedLinear` for what it falls back on, and for what
-    happens when a weight changes: a stale copy is never used.
+    Every `torch.nn.Linear` in `model` (and `Conv1D`, GPT-2's) whose shape is at least 1.1 times as
+    fast with its weight reordered once for oneDNN becomes a layer that keeps such a copy and uses
+    it at inference, for the numbers of rows (batch times length) at which it is faster. On other
+    calls, and for all other layers, nothing changes. See `Packed` for what it falls back on, and
+    for what happens when a weight changes.
 
     Results agree with the plain layer's within rounding of the dtype; where the two use the same
     kernel they are the same bits. As in plain torch, bits of a row can depend on how many rows
@@ -173,7 +178,7 @@ def prepack(model: nn.Module, *, plan: Plan | None = None) -> Prepacked:
         raise DtypeError(f"prepack takes a torch.nn.Module; got {type(model).__name__}.")
     groups, left = _groups(model)
     choices = []
-    newly: WeakSet[PackedLinear] = WeakSet()
+    newly: WeakSet[Packed] = WeakSet()
     for shape, layers in groups.items():
         gains = {} if plan is not None else _gains(shape, layers)
         rows = plan.get(shape) if plan is not None else _worth(gains)
@@ -185,18 +190,18 @@ def prepack(model: nn.Module, *, plan: Plan | None = None) -> Prepacked:
 
 
 def unpack(model: nn.Module) -> None:
-    """Make every packed linear layer of a model a plain `torch.nn.Linear` again."""
+    """Make every packed layer of a model a plain one again."""
     for module in model.modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, Packed):
             _unpack(module)
 
 
-def _groups(model: nn.Module) -> tuple[dict[Shape, list[nn.Linear]], dict[str, str]]:
+def _groups(model: nn.Module) -> tuple[dict[Shape, list[nn.Module]], dict[str, str]]:
     """The layers that can be packed, by shape; the others by name, with reasons."""
-    groups: dict[Shape, list[nn.Linear]] = {}
+    groups: dict[Shape, list[nn.Module]] = {}
     left = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, (nn.Linear, Packed)) and packed_class(type(module)) is None:
             continue
         reason = _reason(module)
         if reason is None:
@@ -206,10 +211,10 @@ def _groups(model: nn.Module) -> tuple[dict[Shape, list[nn.Linear]], dict[str, s
     return groups, left
 
 
-def _reason(layer: nn.Linear) -> str | None:
-    if isinstance(layer, PackedLinear):
+def _reason(layer: nn.Module) -> str | None:
+    if isinstance(layer, Packed):
         return "it is packed already"
-    if type(layer) is not nn.Linear:
+    if packed_class(type(layer)) is None:
         return f"it is a {type(layer).__name__}"
     if "forward" in layer.__dict__:
         return "its forward is replaced"
@@ -217,24 +222,26 @@ def _reason(layer: nn.Linear) -> str | None:
     return "its weight is not a parameter of its own" if weight is None else unpackable(weight)
 
 
-def _pack(layer: nn.Linear, rows: Rows) -> PackedLinear:
-    layer.__class__ = PackedLinear
-    assert isinstance(layer, PackedLinear)
+def _pack(layer: nn.Module, rows: Rows) -> Packed:
+    kind = packed_class(type(layer))
+    assert kind is not None
+    layer.__class__ = kind
+    assert isinstance(layer, Packed)
     layer.pack(rows)
     return layer
 
 
-def _unpack(layer: PackedLinear) -> None:
-    if type(layer) is PackedLinear:
+def _unpack(layer: Packed) -> None:
+    if "plain" in vars(type(layer)):
         plain = plain_state(layer)
         layer.__dict__.clear()
         layer.__dict__.update(plain)
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        layer.__class__ = layer.plain  # type: ignore[assignment]
     else:  # a parametrization has made it a class of its own, which goes back to ours
         layer.release()
 
 
-def _gains(shape: Shape, layers: Sequence[nn.Linear]) -> dict[int, float]:
+def _gains(shape: Shape, layers: Sequence[nn.Module]) -> dict[int, float]:
     """Time of the plain layer over that of the packed one, for each number of rows."""
     key = shape, torch.get_num_threads()
     if key not in _measured:
@@ -248,7 +255,7 @@ def _gains(shape: Shape, layers: Sequence[nn.Linear]) -> dict[int, float]:
     return _measured[key]
 
 
-def _measure(shape: Shape, layers: Sequence[PackedLinear]) -> dict[int, float]:
+def _measure(shape: Shape, layers: Sequence[Packed]) -> dict[int, float]:
     generator = torch.Generator().manual_seed(0)  # the caller's draws stay what they were
     x = torch.randn(PROBES[-1], shape.in_features, generator=generator).to(shape.dtype)
     gains: dict[int, float] = {}
@@ -256,8 +263,8 @@ def _measure(shape: Shape, layers: Sequence[PackedLinear]) -> dict[int, float]:
         return gains
     for rows in PROBES:
         batch = x[None, :rows]  # three dimensions, as in a model: they cost a microsecond or two
-        plain = _turns(nn.Linear.forward, layers, batch)
-        packed = _turns(PackedLinear.forward, layers, batch)
+        plain = _turns(layers[0].plain.forward, layers, batch)
+        packed = _turns(Packed.forward, layers, batch)
         longest = max(plain(), packed())
         if longest > _LONGEST:
             break
@@ -272,7 +279,7 @@ def _measure(shape: Shape, layers: Sequence[PackedLinear]) -> dict[int, float]:
 
 
 def _turns(
-    forward: Callable[[PackedLinear, Tensor], Tensor], layers: Sequence[PackedLinear], x: Tensor
+    forward: Callable[..., Tensor], layers: Sequence[Packed], x: Tensor
 ) -> Callable[[], float]:
     """A call that takes the next layer in each turn and returns the seconds it took."""
     turn = cycle(layers)
@@ -286,12 +293,15 @@ def _turns(
     return call
 
 
-def _agree(x: Tensor, layer: PackedLinear) -> bool:
+def _agree(x: Tensor, layer: Packed) -> bool:
     """Whether the two products differ by roundings alone: a faster wrong answer is no gain."""
-    plain, packed = nn.Linear.forward(layer, x), layer.forward(x)
-    sizes = (layer.weight.abs().float(), None if layer.bias is None else layer.bias.abs().float())
-    allowed = 4 * torch.finfo(x.dtype).eps * F.linear(x.abs().float(), *sizes)
-    return bool(((packed - plain).abs() <= allowed).all())
+    plain, packed = layer.plain.forward(layer, x), layer.forward(x)
+    matrix = layer.weight.abs().float()
+    largest = x.abs().float() @ (matrix if layer.transposed else matrix.t())
+    bias = layer._parameters["bias"]
+    if bias is not None:
+        largest += bias.abs()
+    return bool(((packed - plain).abs() <= 4 * torch.finfo(x.dtype).eps * largest).all())
 
 
 def _worth(gains: Mapping[int, float]) -> Rows | None:
