@@ -120,7 +120,6 @@ def test_a_map_of_what_is_held():
     query, key, value = draw_qkv((2, 4, 1, 8), (2, 2, 150, 8), 9)
     kv = int8(key, value)
     found = mh.attention_with_stats(query, kv, bins=5)
-    assert in_place(found)
     want = mh.attention_with_stats(query, *kv.tensors(torch.float32), bins=5)
     assert torch.allclose(found.map, want.map, atol=1e-6)
 
