@@ -197,6 +197,24 @@ def test_prompts_of_any_lengths_behind_a_prefix(positions):
         torch.testing.assert_close(row.double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_prompts_of_any_lengths_behind_prefixes_of_any_lengths(kind, monkeypatch):
+    """Padding begins where each row's own part of the prefix ends, not where the longest does."""
+    model = tiny.language_model()
+    starts = [tiny.tokens(length, seed=length).tolist() for length in (2, 7)]
+    prefix = model.make_caches(kind, batch=2, capacity=30)
+    ids = torch.tensor([start + [0] * (7 - len(start)) for start in starts])
+    with torch.no_grad(), monkeypatch.context() as patch:
+        update, lengths = type(prefix[0]).update, torch.tensor([2, 7])
+        patch.setattr(type(prefix[0]), "update", lambda self, k, v: update(self, k, v, lengths))
+        model.hidden(ids, caches=prefix)
+    for prompts in (PROMPTS, PROMPTS[::-1]):
+        batch = logits_of(model, prompts, prefix=prefix, chunk=2)
+        for row, start, prompt in zip(batch, starts, prompts, strict=True):
+            expected = alone(model, start + prompt)[0]
+            torch.testing.assert_close(row.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_what_a_prefix_refuses():
     model = tiny.language_model("alibi")
     prefix = model.make_caches()

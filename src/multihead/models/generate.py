@@ -138,7 +138,7 @@ def generate_steps(
     if held:
         _check_columns(model, batch)
     stops = frozenset((stop,) if isinstance(stop, int) else stop)
-    run = _Run(model, caches, held, batch)
+    run = _Run(model, caches, batch, max_new_tokens)
 
     def choose(logits_bv: Tensor) -> Tensor:
         return sampling.choose(logits_bv, generator)
@@ -174,15 +174,19 @@ class _Run:
     """A batch on its way through a model: its caches, and which of their columns are tokens."""
 
     def __init__(
-        self, model: LanguageModel, caches: Sequence[Cache], held: int, batch: Batch
+        self, model: LanguageModel, caches: Sequence[Cache], batch: Batch, max_new_tokens: int
     ) -> None:
         self.model = model
         self.caches = caches
         self.token_ids = batch.token_ids
         self.visible: Tensor | None = None
         if batch.visible is not None:
-            before_bl = batch.visible.new_ones(len(batch.visible), held)
-            self.visible = torch.cat((before_bl, batch.visible), dim=1)
+            # A row's columns begin behind its own part of the prefix; all but padding are tokens.
+            columns_bl = caches[0].positions(batch.visible.shape[1]).to(batch.visible.device)
+            width = length_of(caches) + batch.visible.shape[1] + max_new_tokens
+            self.visible = batch.visible.new_ones(len(batch.visible), width).scatter_(
+                1, columns_bl.expand_as(batch.visible), batch.visible
+            )
 
     @torch.no_grad()
     def prefill(self, chunk: int | None) -> Tensor:
@@ -197,9 +201,6 @@ class _Run:
     @torch.no_grad()
     def decode(self, tokens_b: Tensor) -> Tensor:
         """The logits [B, V] that follow one more token of each row."""
-        if self.visible is not None:
-            seen_b1 = self.visible.new_ones(len(tokens_b), 1)
-            self.visible = torch.cat((self.visible, seen_b1), dim=1)
         return self._last_logits(tokens_b[:, None])
 
     def _last_logits(self, token_ids: Tensor) -> Tensor:
