@@ -50,10 +50,47 @@ def _decoders(t):
         t.GptOssForCausalLM,
         t.GptOssConfig(**_GEMMA, num_local_experts=3, num_experts_per_tok=2),
     )
+    yield (
+        "deepseek_v3",  # latent attention: keys are wider than values
+        t.DeepseekV3ForCausalLM,
+        t.DeepseekV3Config(
+            **_SIZES,
+            **_TOKENS,
+            hidden_size=42,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            q_lora_rank=17,
+            kv_lora_rank=13,
+            qk_nope_head_dim=7,
+            qk_rope_head_dim=6,
+            v_head_dim=5,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=11,
+        ),
+    )
 
 
 def _others(t):
     yield "bert", t.BertModel, t.BertConfig(**_ENCODER, max_position_embeddings=61)
+    yield (
+        "modernbert",
+        t.ModernBertModel,
+        t.ModernBertConfig(
+            **(_ENCODER | {"hidden_size": 42}),
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+            max_position_embeddings=61,
+            layer_types=["full_attention", "sliding_attention"],
+            local_attention=6,
+        ),
+    )
     yield (
         "bart",
         t.BartForConditionalGeneration,
@@ -89,7 +126,8 @@ def _others(t):
     )
 
 
-DECODERS = ("llama", "gpt2", "qwen2", "mistral", "gemma2", "gemma3", "gpt_oss")
+DECODERS = ("llama", "gpt2", "qwen2", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+ENCODERS = ("bert", "modernbert")
 WITHOUT_SDPA = ("gemma2", "gpt_oss")  # sdpa has no softcap and no sinks
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from close import assert_close
-from families import DECODERS, build, output, padded, trio
+from families import DECODERS, ENCODERS, build, output, padded, trio
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
@@ -40,7 +40,7 @@ def models():
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("family", [*DECODERS, "bert"])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
 def test_prefill(models, family, padding):
     inputs, real = _inputs(padding)
     outputs = [_logits(model, **inputs)[real] for model in models(family)]
