@@ -154,12 +154,14 @@ def test_the_scale_is_that_of_the_queries(head_dim: int, value_dim: int) -> None
         ({"softcap": "x"}, mh.DtypeError, "softcap must be a number; got 'x'"),
         ({"window": 0}, mh.ArgumentError, "window must be at least 1; got 0"),
         ({"window": 2.0}, mh.DtypeError, r"window must be an integer; got 2\.0\. Write 2"),
+        ({"window": mh.Causal()}, mh.DtypeError, r"must be an int or a Window; got Causal\(\)"),
         ({"window": 3, "context_dim": 5}, mh.ArgumentError, "window compares the positions"),
         ({"rope": True}, mh.DtypeError, r"rope must be a multihead\.RoPE or None; got True"),
         ({"rope": mh.RoPE(), "head_dim": 5}, mh.ArgumentError, "head_dim must be even"),
         ({"rope": mh.RoPE(), "context_dim": 5}, mh.ArgumentError, "rope compares the positions"),
         ({"qk_norm": True}, mh.DtypeError, r"got True\. Write qk_norm=torch\.nn\.RMSNorm"),
         ({"qk_norm": nn.RMSNorm(5)}, mh.DtypeError, r"qk_norm must build a norm"),
+        ({"qk_norm": nn.Linear}, mh.DtypeError, "qk_norm must build a norm"),
         ({"sinks": torch.zeros(4)}, mh.DtypeError, "sinks must be True or False; got Tensor"),
         ({"dropout": 1.5}, mh.ArgumentError, r"dropout must lie between 0 and 1; got 1\.5"),
         ({"dropout": True}, mh.DtypeError, "dropout must be a number from 0 to 1; got True"),
@@ -195,6 +197,9 @@ def test_positions_that_do_not_fit_are_refused() -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     with pytest.raises(mh.ArgumentError, match=r"rotates nothing.*rope=RoPE\(\)"):
         build({})(x, positions=torch.arange(LENGTH))
+    cross = build({}, context_dim=CONTEXT_WIDTH)
+    with pytest.raises(mh.ArgumentError, match="cross-attention compares no positions"):
+        cross(x, torch.randn(BATCH, CONTEXT, CONTEXT_WIDTH), positions=torch.arange(LENGTH))
     layer = build({"rope": mh.RoPE(), "head_dim": 6})
     with pytest.raises(mh.ArgumentError, match=r"shape \(13,\) or \(2, 13\); got \(7,\)"):
         layer(x, positions=torch.arange(7))

@@ -269,6 +269,8 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     with pytest.raises(mh.ArgumentError, match=r"x\[None\]"):
         layer(x[0])
+    with pytest.raises(mh.DtypeError, match=r"got ndarray\. Write torch\.as_tensor\(x\)"):
+        layer(x.numpy())
     with pytest.raises(mh.ArgumentError, match=r"embed_dim=20.*\[2, 13, 11\]"):
         layer(torch.randn(BATCH, LENGTH, 11))
     with pytest.raises(mh.ArgumentError, match="context_dim=20"):
@@ -285,3 +287,13 @@ def test_print_shows_the_sizes() -> None:
     shown = repr(mh.MultiHeadAttention(WIDTH, 4, num_kv_heads=2, value_dim=3, context_dim=11))
     for part in ("embed_dim=20", "num_kv_heads=2", "head_dim=5", "value_dim=3", "context_dim=11"):
         assert part in shown
+
+
+def test_a_mask_of_one_row_a_sample_names_key_padding() -> None:
+    layer = mh.MultiHeadAttention(WIDTH, HEADS)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    visible = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    with pytest.raises(mh.MaskError, match=r"got \[1, 1, 2, 13\]\. One row .*KeyPadding\(mask\)"):
+        layer(x, mask=visible)
+    with pytest.raises(mh.MaskError, match=r"got \[1, 1, 2, 7\]\.$"):
+        layer(x, mask=visible[:, :7])

@@ -74,9 +74,11 @@ class Lowering:
                 name if size is None else str(size)
                 for name, size in zip("BH", expected[:2], strict=True)
             )
+            by_sample = tuple(visible.shape) == (1, 1, self.batch, self.key_length)
             raise MaskError(
                 f"mask must broadcast to [{want}, {self.query_length}, {self.key_length}] "
                 f"([B, H, Lq, Lk]); got {list(visible.shape)}."
+                + (" One row of keys for each sample is KeyPadding(mask)." if by_sample else "")
             )
         self._same_device(visible, "mask")
         self.dense = visible if self.dense is None else self.dense & visible

@@ -44,7 +44,12 @@ def check_share(name: str, share: float) -> None:
 
 
 def check_sequence(name: str, sequence: Tensor, width_name: str, width: int) -> None:
-    """Raises ArgumentError for what is not [batch, length, width]."""
+    """Raises ArgumentError for what is not [batch, length, width], DtypeError for no tensor."""
+    if not isinstance(sequence, Tensor):
+        raise DtypeError(
+            f"{name} must be a tensor [batch, length, {width_name}={width}]; got "
+            f"{type(sequence).__name__}. Write torch.as_tensor({name})."
+        )
     if sequence.ndim != 3:
         hint = f" For one sequence without a batch: {name}[None]." if sequence.ndim == 2 else ""
         raise ArgumentError(

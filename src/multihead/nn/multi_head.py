@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DtypeError
-from ..masks import Mask, SlidingWindow, Window
+from ..masks import Mask, Window
 from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_stats
 from ..ops.key_values import held
 from ..ops.problem import checked_mask
@@ -27,6 +27,7 @@ from .checks import (
     check_sizes,
 )
 from .norm import NormFactory, build_norm
+from .options import check_cross, check_rope, check_sinks, check_softcap, checked_window
 from .positions import RoPE, Rotation
 
 
@@ -113,20 +114,14 @@ class MultiHeadAttention(nn.Module):
         value_dim = head_dim if value_dim is None else value_dim
         check_sizes(head_dim=head_dim, value_dim=value_dim)
         check_number("scale", scale, "Leave it out for 1 / sqrt(head_dim).")
-        check_number("softcap", softcap, "Leave it out for no cap.")
-        if softcap is not None and softcap <= 0:
-            raise ArgumentError(f"softcap must be above 0; got {softcap}. None means no cap.")
+        check_softcap(softcap)
         check_share("dropout", dropout)
-        if not isinstance(sinks, bool):
-            raise DtypeError(
-                f"sinks must be True or False; got {type(sinks).__name__}. With True the layer has "
-                "a parameter `sinks` [num_heads], which may be written."
-            )
+        check_sinks(sinks)
         if context_dim is not None:
             check_sizes(context_dim=context_dim)
-            _check_cross(rope=rope, window=window)
+            check_cross(rope=rope, window=window)
         if rope is not None:
-            _check_rope(rope, head_dim)
+            check_rope(rope, head_dim)
 
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -136,7 +131,7 @@ class MultiHeadAttention(nn.Module):
         self.context_dim = context_dim
         self.scale = scale
         self.rope = rope
-        self.window = _window(window)
+        self.window = checked_window(window)
         self.softcap = softcap
         self.dropout = dropout
 
@@ -178,9 +173,10 @@ class MultiHeadAttention(nn.Module):
                 The keys that `mask` and `bias` speak of are then all tokens so far. A
                 cross-attention stores those of the context in its first call and reads them in
                 later ones, which give no context.
-            positions: of the tokens of `x`, for `rope`: integers [Lq] or [B, Lq], or the rotation
-                that `rope.rotation(positions, head_dim)` made of them, for layers that share one.
-                By default they count from the cache's length, or from 0.
+            positions: of the tokens of `x`, for `rope` alone: integers [Lq] or [B, Lq], or the
+                rotation that `rope.rotation(positions, head_dim)` made of them, for layers that
+                share one. By default they count from the cache's length, or from 0. Masks and the
+                window count tokens, whatever their positions.
 
         Returns:
             [B, Lq, embed_dim].
@@ -343,10 +339,12 @@ class MultiHeadAttention(nn.Module):
                 f"{type(cache).__name__}."
             )
         if positions is not None and self.rope is None:
-            raise ArgumentError(
-                "positions were given to a layer that rotates nothing. Build it with rope=RoPE(), "
-                "or add positions to x before the layer."
+            remedy = (
+                "Build it with rope=RoPE(), or add positions to x before the layer."
+                if self.context_dim is None
+                else "A cross-attention compares no positions: leave them out."
             )
+            raise ArgumentError(f"positions were given to a layer that rotates nothing. {remedy}")
         if positions is not None and not isinstance(positions, Rotation):
             check_positions(positions, x)
         if self.context_dim is not None:
@@ -414,29 +412,3 @@ class MultiHeadAttention(nn.Module):
 def _split_heads(projected_blc: Tensor, heads: int, width: int) -> Tensor:
     batch, length, _ = projected_blc.shape
     return projected_blc.reshape(batch, length, heads, width).transpose(1, 2)
-
-
-def _window(window: int | Window | None) -> Window | None:
-    if window is None or isinstance(window, Window):
-        return window
-    check_sizes(window=window)
-    return SlidingWindow(window)
-
-
-def _check_rope(rope: RoPE, head_dim: int) -> None:
-    if not isinstance(rope, RoPE):
-        raise DtypeError(
-            f"rope must be a multihead.RoPE or None; got {rope!r}. For the usual angles write "
-            "rope=multihead.RoPE()."
-        )
-    rope.width(head_dim)
-
-
-def _check_cross(**options: object) -> None:
-    """Refuse what compares positions of two sequences."""
-    for name, option in options.items():
-        if option is not None:
-            raise ArgumentError(
-                f"{name} compares the positions of one sequence, but with context_dim the layer "
-                f"reads another one. Leave {name} or context_dim out."
-            )

@@ -15,8 +15,13 @@ it that sets `eps`."""
 
 def build_norm(argument: str, factory: NormFactory, width: int) -> nn.Module:
     """`factory(width)`; raises DtypeError, which names the argument, for what builds no module."""
-    norm = factory(width) if callable(factory) and not isinstance(factory, nn.Module) else factory
-    if not isinstance(norm, nn.Module) or norm is factory:
+    norm: object = factory
+    if callable(factory) and not isinstance(factory, nn.Module):
+        try:
+            norm = factory(width)
+        except TypeError:  # it takes something else than one width
+            norm = factory
+    if norm is factory or not isinstance(norm, nn.Module):
         raise DtypeError(
             f"{argument} must build a norm when called with a width; got {factory!r}. Write "
             f"{argument}=torch.nn.RMSNorm, or functools.partial(torch.nn.RMSNorm, eps=1e-6)."
