@@ -9,7 +9,6 @@ sizes, so nothing is assumed: every shape in the model is measured on the model'
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,19 +32,20 @@ MARGIN = 1.1
 # seconds, and what is not measured is not packed.
 _LONGEST = 0.1
 
-_ROUNDS, _SAMPLE = 5, 1e-3
+_ROUNDS, _SAMPLE = 7, 1e-3
 
 # Rounds of calls that take longer than a sample by so much: they scatter less.
 _SLOW_ROUNDS, _SLOW = 3, 0.02
 
-# Rows whose results are compared before anything is timed.
-_COMPARED = 17
+MOST_ERROR = 2.0
+"""An error of more than so many times the plain layer's is no price for speed."""
+
+# So many rows and outputs of a product are compared with float64.
+_COMPARED_ROWS, _COMPARED_OUTPUTS = 32, 4096
 
 # So many weights of a shape take turns while it is measured, as they do in the model: one weight
 # alone would stay in the cache.
 _IN_TURN = 8
-
-_measured: dict[tuple[Shape, int], dict[int, float]] = {}  # with a number of threads
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,26 @@ class Shape:
         return f"{dtype} {self.in_features} to {self.out_features}{kept}"
 
 
+@dataclass(frozen=True)
+class Gain:
+    """The packed product beside the plain one, for one number of rows.
+
+    Attributes:
+        speed: the plain layer's time over the packed one's.
+        error: the packed one's error over the plain one's: root mean squares, from float64.
+    """
+
+    speed: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.speed:.2f}x" + (
+            f" with {self.error:.1f}x the error" if self.error > MOST_ERROR else ""
+        )
+
+
+_measured: dict[tuple[Shape, int], dict[int, Gain]] = {}  # with a number of threads
+
 Plan = Mapping[Shape, Rows | None]
 """For each shape the numbers of rows that the packed weight serves; None for a shape left alone."""
 
@@ -82,15 +102,14 @@ class Choice:
 
     Attributes:
         layers: how many layers of the model have it.
-        gains: for each measured number of rows, the plain layer's time over the packed one's;
-            empty if the shape's rows came from a given plan.
+        gains: for each measured number of rows; empty if the rows came from a given plan.
         rows: the numbers of rows that the packed weights serve, or None if none was packed.
         nbytes: bytes of these packed weights, beside the weights themselves.
     """
 
     shape: Shape
     layers: int
-    gains: Mapping[int, float]
+    gains: Mapping[int, Gain]
     rows: Rows | None
     nbytes: int
 
@@ -159,9 +178,9 @@ def prepack(model: nn.Module, *, plan: Plan | None = None) -> Prepacked:
     calls, and for all other layers, nothing changes. See `Packed` for what it falls back on, and
     for what happens when a weight changes.
 
-    Results agree with the plain layer's within rounding of the dtype; where the two use the same
-    kernel they are the same bits. As in plain torch, bits of a row can depend on how many rows
-    there are.
+    Packing never more than doubles the plain layer's error, or a shape is left alone. Where the two
+    products use the same kernel their bits are the same. As in plain torch, bits of a row can
+    depend on how many rows there are.
 
     Args:
         model: any module, in train or eval mode; it is changed in place.
@@ -241,8 +260,8 @@ def _unpack(layer: Packed) -> None:
         layer.release()
 
 
-def _gains(shape: Shape, layers: Sequence[nn.Module]) -> dict[int, float]:
-    """Time of the plain layer over that of the packed one, for each number of rows."""
+def _gains(shape: Shape, layers: Sequence[nn.Module]) -> dict[int, Gain]:
+    """What packing does to a shape's time and error, for each number of rows."""
     key = shape, torch.get_num_threads()
     if key not in _measured:
         probed = [_pack(layer, Rows(1)) for layer in layers[:_IN_TURN]]
@@ -255,26 +274,26 @@ def _gains(shape: Shape, layers: Sequence[nn.Module]) -> dict[int, float]:
     return _measured[key]
 
 
-def _measure(shape: Shape, layers: Sequence[Packed]) -> dict[int, float]:
+def _measure(shape: Shape, layers: Sequence[Packed]) -> dict[int, Gain]:
     generator = torch.Generator().manual_seed(0)  # the caller's draws stay what they were
-    x = torch.randn(PROBES[-1], shape.in_features, generator=generator).to(shape.dtype)
-    gains: dict[int, float] = {}
-    if not _agree(x[:_COMPARED], layers[0]):
-        return gains
+    x = torch.randn(1, PROBES[-1], shape.in_features, generator=generator).to(shape.dtype)
+    right = _right(x[0, :_COMPARED_ROWS], layers[0])
+    gains: dict[int, Gain] = {}
     for rows in PROBES:
-        batch = x[None, :rows]  # three dimensions, as in a model: they cost a microsecond or two
+        batch = x[:, :rows]  # three dimensions, as in a model: they cost a microsecond or two
         plain = _turns(layers[0].plain.forward, layers, batch)
         packed = _turns(Packed.forward, layers, batch)
         longest = max(plain(), packed())
         if longest > _LONGEST:
             break
         repeats = max(1, round(_SAMPLE / longest))
-        ratios = [
-            sum(plain() for _ in range(repeats)) / sum(packed() for _ in range(repeats))
-            for _ in range(_ROUNDS if longest < _SLOW else _SLOW_ROUNDS)
-        ]
-        # The lower quartile: a round in which something else disturbed one of the two is no gain.
-        gains[rows] = statistics.quantiles(ratios, n=4, method="inclusive")[0]
+        plain_times, packed_times = [], []
+        for _ in range(_ROUNDS if longest < _SLOW else _SLOW_ROUNDS):
+            plain_times.append(sum(plain() for _ in range(repeats)))
+            packed_times.append(sum(packed() for _ in range(repeats)))
+        # The shortest of each: whatever else runs makes samples longer, never shorter.
+        speed = min(plain_times) / min(packed_times)
+        gains[rows] = Gain(speed, _error_ratio(layers[0], batch, right))
     return gains
 
 
@@ -293,18 +312,27 @@ def _turns(
     return call
 
 
-def _agree(x: Tensor, layer: Packed) -> bool:
-    """Whether the two products differ by roundings alone: a faster wrong answer is no gain."""
-    plain, packed = layer.plain.forward(layer, x), layer.forward(x)
-    matrix = layer.weight.abs().float()
-    largest = x.abs().float() @ (matrix if layer.transposed else matrix.t())
+def _right(x_rc: Tensor, layer: Packed) -> Tensor:
+    """The first rows and outputs of the layer's product in float64."""
+    matrix = layer.weight if layer.transposed else layer.weight.t()
+    right = x_rc.double() @ matrix[:, :_COMPARED_OUTPUTS].double()
     bias = layer._parameters["bias"]
-    if bias is not None:
-        largest += bias.abs()
-    return bool(((packed - plain).abs() <= 4 * torch.finfo(x.dtype).eps * largest).all())
+    return right if bias is None else right + bias[:_COMPARED_OUTPUTS].double()
 
 
-def _worth(gains: Mapping[int, float]) -> Rows | None:
+def _error_ratio(layer: Packed, x: Tensor, right: Tensor) -> float:
+    """The packed layer's error over the plain one's; 1 where neither has any."""
+    count = min(x.shape[1], len(right))
+    plain, packed = (
+        (forward(layer, x)[0, :count, :_COMPARED_OUTPUTS].double() - right[:count]).norm().item()
+        for forward in (layer.plain.forward, Packed.forward)
+    )
+    if packed == 0:
+        return 1.0
+    return packed / plain if plain else float("inf")
+
+
+def _worth(gains: Mapping[int, Gain]) -> Rows | None:
     """The longest run of measured numbers of rows that gains at both ends and loses nowhere.
 
     It has no end if the largest measured number gains. Numbers between a measured one that gains
@@ -313,11 +341,11 @@ def _worth(gains: Mapping[int, float]) -> Rows | None:
     best: Sequence[int] = ()
     run: list[int] = []
     for rows, gain in gains.items():
-        if gain < 1:
+        if not (gain.speed >= 1 and gain.error <= MOST_ERROR):  # NaN is no gain either
             run = []
-        elif run or gain >= MARGIN:
+        elif run or gain.speed >= MARGIN:
             run.append(rows)
-            if gain >= MARGIN and len(run) > len(best):
+            if gain.speed >= MARGIN and len(run) > len(best):
                 best = tuple(run)
     if not best:
         return None
@@ -325,7 +353,7 @@ def _worth(gains: Mapping[int, float]) -> Rows | None:
 
 
 def _line(choice: Choice) -> str:
-    gains = ", ".join(f"{gain:.2f}x at {rows}" for rows, gain in choice.gains.items())
+    gains = ", ".join(f"{gain} at {rows}" for rows, gain in choice.gains.items())
     layers = f"{choice.layers} layer{'s' if choice.layers > 1 else ''}"
     done = f"packed for {choice.rows}" if choice.rows else "left alone"
     return f"  {choice.shape}, {layers}: {done}{f' ({gains})' if gains else ''}"
