@@ -336,7 +336,7 @@ def _worth(gains: Mapping[int, Gain]) -> Rows | None:
     """The longest run of measured numbers of rows that gains at both ends and loses nowhere.
 
     It has no end if the largest measured number gains. Numbers between a measured one that gains
-    and one that does not are left alone.
+    and one that does not are left alone, and so is one that gains alone: that may be chance.
     """
     best: Sequence[int] = ()
     run: list[int] = []
@@ -347,7 +347,7 @@ def _worth(gains: Mapping[int, Gain]) -> Rows | None:
             run.append(rows)
             if gain.speed >= MARGIN and len(run) > len(best):
                 best = tuple(run)
-    if not best:
+    if len(best) < 2:
         return None
     return Rows(best[0], None if best[-1] == PROBES[-1] else best[-1])
 
