@@ -212,3 +212,36 @@ def test_a_context_for_a_block_that_reads_none_is_refused() -> None:
         build(crosses=True)(x)
     with pytest.raises(mh.ArgumentError, match=r"x must have the width embed_dim=12"):
         block.feed_forward(context)
+
+
+def test_modes_agree_to_the_bit() -> None:
+    block = build("sandwich", crosses=True)
+    given = inputs_of(True)
+    expected = block(*given, mask=mh.Causal())
+    for training in (True, False):
+        block.train(training)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                out = block(*given, mask=mh.Causal())
+                assert torch.equal(out, expected), f"{training=} {mode.__name__}"
+    with torch.autocast("cpu", torch.bfloat16):
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                # The residual stays in the dtype that it came in.
+                assert block(*given, mask=mh.Causal()).dtype == torch.float32
+
+
+def test_blocks_follow_their_device() -> None:
+    """On meta tensors nothing is computed, but a tensor made on another device is refused."""
+    with torch.device("meta"):
+        block = mh.TransformerBlock(
+            attention(rope=mh.RoPE(), window=3, sinks=True), mh.FeedForward(WIDTH, 17)
+        )
+    cache = mh.KVCache()
+    for length in (LENGTH, 1):
+        x = torch.empty(BATCH, length, WIDTH, device="meta")
+        out = block(x, mask=mh.Causal(), cache=cache)
+        assert out.is_meta
+        assert out.shape == x.shape
+    assert cache.length == LENGTH + 1
+    assert cache.positions(2).is_meta
