@@ -12,7 +12,7 @@ from ..masks import Mask
 from ..ops import ALiBi
 from . import convert_block
 from .cache import Cache
-from .feed_forward import build_dropout
+from .feed_forward import build_dropout, dropped
 from .latent import LatentAttention
 from .latent_cache import LatentKVCache
 from .multi_head import MultiHeadAttention
@@ -141,7 +141,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         if out_norm is not None:
             branch = out_norm(branch)
-        x = x + self.dropout(branch)
+        x = x + dropped(branch, self.dropout)
         return x if norm is None or self.norm_placement != "post" else norm(x)
 
     @classmethod
