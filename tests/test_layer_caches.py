@@ -143,6 +143,21 @@ def test_the_context_is_given_until_it_is_cached() -> None:
     layer(x, context, cache=cache)
 
 
+def test_a_context_has_no_newest_tokens() -> None:
+    """A window would count from the end of another sequence, and drop what is read later."""
+    layer = build(context_dim=CONTEXT_WIDTH)
+    x, context = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, CONTEXT, CONTEXT_WIDTH)
+    with torch.no_grad(), pytest.raises(mh.ArgumentError, match="Cache it in a KVCache"):
+        layer(x, context, cache=mh.WindowKVCache(2))
+
+
+@pytest.mark.parametrize("context_dim", [None, CONTEXT_WIDTH])
+def test_a_mask_is_no_context(context_dim: int | None) -> None:
+    layer = build(context_dim=context_dim)
+    with pytest.raises(mh.DtypeError, match=r"got Causal\. Masks.*layer\(x, mask="):
+        layer(torch.randn(BATCH, LENGTH, WIDTH), mh.Causal())
+
+
 @pytest.mark.parametrize("options", [{}, {"context_dim": CONTEXT_WIDTH}])
 def test_what_is_no_cache_is_refused(options: dict[str, object]) -> None:
     layer = build(**options)

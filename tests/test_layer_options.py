@@ -193,6 +193,14 @@ def test_positions_are_those_of_the_call(rows: int | None) -> None:
     assert not torch.allclose(counted, out)
 
 
+@pytest.mark.parametrize("rope", [mh.RoPE(interleaved=True), mh.RoPE(rotary_dim=4)])
+def test_a_rotation_of_other_lanes_is_refused(rope: mh.RoPE) -> None:
+    layer = build({"rope": mh.RoPE(), "head_dim": 6})
+    rotation = rope.rotation(torch.arange(LENGTH), 6)
+    with pytest.raises(mh.ArgumentError, match=r"the layer turns 6 with interleaved=False"):
+        layer(torch.randn(BATCH, LENGTH, WIDTH), positions=rotation)
+
+
 def test_positions_that_do_not_fit_are_refused() -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     with pytest.raises(mh.ArgumentError, match=r"rotates nothing.*rope=RoPE\(\)"):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError
+
+if TYPE_CHECKING:
+    from .rope import Rotation
 
 
 def check_sizes(**sizes: int) -> None:
@@ -63,6 +67,15 @@ def check_sequence(name: str, sequence: Tensor, width_name: str, width: int) -> 
         )
 
 
+def check_is_context(context: object) -> None:
+    """Raises DtypeError for what is no tensor: often a mask in the context's place."""
+    if not isinstance(context, Tensor):
+        raise DtypeError(
+            f"context must be a tensor [B, Lk, context_dim]; got {type(context).__name__}. Masks, "
+            "biases and caches are given by name: layer(x, mask=...)."
+        )
+
+
 def check_context(x: Tensor, context: Tensor | None, context_dim: int, held: int | None) -> None:
     """Check what a cross-attention reads. `held` counts its cache's tokens, None without a cache.
 
@@ -104,4 +117,15 @@ def check_positions(positions: Tensor, x: Tensor) -> None:
         raise ArgumentError(
             f"positions must have one number a token of x, shape ({length},) or ({batch}, "
             f"{length}); got {tuple(positions.shape)}."
+        )
+
+
+def check_rotation(rotation: Rotation, lanes: int, interleaved: bool) -> None:
+    """Raises ArgumentError for a rotation of other lanes: another RoPE's, as far as it shows."""
+    turned = 2 * rotation.cos.shape[-1]
+    if (turned, rotation.interleaved) != (lanes, interleaved):
+        raise ArgumentError(
+            f"positions are a rotation of {turned} lanes with interleaved={rotation.interleaved}, "
+            f"but the layer turns {lanes} with interleaved={interleaved}. Write "
+            "layer.rope.rotation(positions, layer.head_dim)."
         )

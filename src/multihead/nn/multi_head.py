@@ -17,11 +17,13 @@ from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_s
 from ..ops.key_values import held
 from ..ops.problem import checked_mask
 from . import convert
-from .cache import Cache
+from .cache import Cache, WindowKVCache
 from .checks import (
     check_context,
+    check_is_context,
     check_number,
     check_positions,
+    check_rotation,
     check_sequence,
     check_share,
     check_sizes,
@@ -345,9 +347,19 @@ class MultiHeadAttention(nn.Module):
                 else "A cross-attention compares no positions: leave them out."
             )
             raise ArgumentError(f"positions were given to a layer that rotates nothing. {remedy}")
-        if positions is not None and not isinstance(positions, Rotation):
+        if isinstance(positions, Rotation):
+            assert self.rope is not None  # as the check above says
+            check_rotation(positions, self.rope.width(self.head_dim), self.rope.interleaved)
+        elif positions is not None:
             check_positions(positions, x)
+        if context is not None:
+            check_is_context(context)
         if self.context_dim is not None:
+            if isinstance(cache, WindowKVCache):
+                raise ArgumentError(
+                    "a WindowKVCache drops what is far behind in one sequence; a context is read "
+                    "whole. Cache it in a KVCache."
+                )
             check_context(x, context, self.context_dim, None if cache is None else cache.length)
         elif context is not None:
             raise ArgumentError(
