@@ -172,6 +172,21 @@ _BLOCK = BlockConfig(embed_dim=12, num_heads=3, ffn_dim=7)
         (lambda: LanguageModelConfig(7, ()), "at least one"),
         (lambda: LanguageModelConfig(7, (_BLOCK, replace(_BLOCK, embed_dim=15))), r"\[12, 15\]"),
         (lambda: LanguageModelConfig(7, (_BLOCK,), positions="learned"), "max_positions"),
+        (lambda: LanguageModelConfig(7, (_BLOCK,), positions="rope"), r"rope=RoPE\(\)"),
+        (lambda: EncoderConfig(7, (_BLOCK,), positions="alibi"), "'sinusoidal'; got 'alibi'"),
+        (lambda: EncoderConfig(7, (replace(_BLOCK, window=3),)), "window is causal"),
+        (lambda: LanguageModelConfig(7, _BLOCK), r"write \(block,\)"),
+        (lambda: LanguageModelConfig(0, (_BLOCK,)), "vocab_size must be at least 1"),
+        (lambda: LanguageModelConfig(7, (_BLOCK,), logit_softcap=0.0), "logit_softcap"),
+        (
+            lambda: LanguageModelConfig(
+                7, (_BLOCK,), positions="learned", max_positions=5, position_offset=-1
+            ),
+            "position_offset",
+        ),
+        (lambda: replace(_BLOCK, activation="swiglu"), "activation.*'relu'; got 'swiglu'"),
+        (lambda: replace(_BLOCK, norm="batch"), "norm must be one of 'rms'.*got 'batch'"),
+        (lambda: replace(_BLOCK, norm_placement="before"), "'sandwich'; got 'before'"),
         (
             lambda: LanguageModelConfig(
                 7, (_BLOCK, replace(_BLOCK, num_heads=4)), positions="alibi"

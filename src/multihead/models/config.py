@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from ..errors import ArgumentError
 from ..nn.block import NormPlacement
+from ..nn.checks import check_number, check_sizes
 from ..nn.positions import RoPE
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "rms_offset", "layer"]
-PositionKind = Literal["learned", "sinusoidal", "alibi"]
+AddedPositions = Literal["learned", "sinusoidal"]
+PositionKind = Literal[AddedPositions, "alibi"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class BlockConfig:
         num_kv_heads: key and value heads; by default `num_heads`.
         head_dim: width of a head; by default `embed_dim / num_heads`.
         scale: of the scores; by default `1 / sqrt(head_dim)`.
-        window: how many keys a query sees, its own included; None is all.
+        window: how many of the newest keys a query sees, its own included; None is all.
         softcap: of the scores.
         sinks: a trained logit without a value beside each head's keys.
         rope: how queries and keys are turned; None leaves them as they are.
@@ -39,6 +40,9 @@ class BlockConfig:
         norm_placement: as in `TransformerBlock`: "pre", "post" or "sandwich".
         context_dim: width of the sequence that a cross-attention between attention and feed-forward
             network reads; None is a layer without one.
+
+    Raises:
+        ArgumentError: an activation, a norm or a placement that there is not.
     """
 
     embed_dim: int
@@ -61,6 +65,11 @@ class BlockConfig:
     norm_eps: float = 1e-5
     norm_placement: NormPlacement = "pre"
     context_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("activation", self.activation, Activation)
+        _check_choice("norm", self.norm, Norm)
+        _check_choice("norm_placement", self.norm_placement, NormPlacement)
 
     @property
     def kv_heads(self) -> int:
@@ -93,7 +102,8 @@ class LanguageModelConfig:
         logit_softcap: c > 0 turns a logit x into `c * tanh(x / c)`.
 
     Raises:
-        ArgumentError: no layers, layers of different width, or a learned table without a size.
+        ArgumentError: no layers, layers of different width, positions that there are not, a
+            learned table without a size, or a number out of range.
     """
 
     vocab_size: int
@@ -109,7 +119,10 @@ class LanguageModelConfig:
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self.layers, self.positions, self.max_positions)
+        _check(self, PositionKind)
+        check_number("logit_softcap", self.logit_softcap, "Leave it out for no cap.")
+        if self.logit_softcap is not None and self.logit_softcap <= 0:
+            raise ArgumentError(f"logit_softcap must be above 0; got {self.logit_softcap}.")
         if self.positions == "alibi" and len({layer.num_heads for layer in self.layers}) > 1:
             raise ArgumentError(
                 "positions='alibi' gives every head its slope, so all layers must have the same "
@@ -137,12 +150,13 @@ class EncoderConfig:
         pooler: a linear layer and tanh on the first token, `Encoder.pool`.
 
     Raises:
-        ArgumentError: no layers, layers of different width, or a learned table without a size.
+        ArgumentError: no layers, layers of different width or with a window, positions that there
+            are not, a learned table without a size, or a number out of range.
     """
 
     vocab_size: int
     layers: tuple[BlockConfig, ...]
-    positions: Literal["learned", "sinusoidal"] | None = None
+    positions: AddedPositions | None = None
     max_positions: int | None = None
     position_offset: int = 0
     embedding_scale: float | None = None
@@ -152,7 +166,12 @@ class EncoderConfig:
     pooler: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.layers, self.positions, self.max_positions)
+        _check(self, AddedPositions)
+        if any(layer.window is not None for layer in self.layers):
+            raise ArgumentError(
+                "a layer's window is causal, but an encoder sees both ways. Leave it out, and give "
+                "a call mask=multihead.Window(left, right)."
+            )
 
     @property
     def embed_dim(self) -> int:
@@ -197,11 +216,25 @@ class EncoderDecoderConfig:
             )
 
 
-def _check(layers: Sequence[BlockConfig], positions: str | None, size: int | None) -> None:
-    if not layers:
+def _check(config: LanguageModelConfig | EncoderConfig, kinds: object) -> None:
+    if isinstance(config.layers, BlockConfig):
+        raise ArgumentError("layers must be several BlockConfigs; for one write (block,).")
+    if not config.layers:
         raise ArgumentError("layers must hold at least one BlockConfig.")
-    widths = {layer.embed_dim for layer in layers}
+    widths = {layer.embed_dim for layer in config.layers}
     if len(widths) > 1:
         raise ArgumentError(f"all layers must have one embed_dim; got {sorted(widths)}.")
-    if positions == "learned" and size is None:
+    check_sizes(vocab_size=config.vocab_size)
+    if config.positions is not None:
+        remedy = " Rotary positions are the layers': BlockConfig(..., rope=RoPE())."
+        _check_choice("positions", config.positions, kinds, remedy)
+    if config.positions == "learned" and config.max_positions is None:
         raise ArgumentError("positions='learned' is a table; say how long with max_positions=.")
+    if config.position_offset < 0:
+        raise ArgumentError(f"position_offset must be 0 or above; got {config.position_offset}.")
+
+
+def _check_choice(name: str, choice: object, kinds: Any, remedy: str = "") -> None:
+    if choice not in get_args(kinds):
+        names = ", ".join(map(repr, get_args(kinds)))
+        raise ArgumentError(f"{name} must be one of {names}; got {choice!r}.{remedy}")
