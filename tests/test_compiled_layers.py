@@ -92,8 +92,11 @@ def test_torch_sets_length_one_apart_and_nothing_else() -> None:
     assert run_at_every_length(build("decoder block"), unbacked=False) == 2
 
 
-def test_compiled_training_gives_the_gradients_of_eager() -> None:
-    module = build("decoder block")
+@pytest.mark.parametrize(
+    "name", ["window, softcap and sinks", pytest.param("decoder block", marks=pytest.mark.proof)]
+)
+def test_compiled_training_gives_the_gradients_of_eager(name: str) -> None:
+    module = build(name)
     compiled = torch.compile(
         copy.deepcopy(module), fullgraph=True, dynamic=True, backend="aot_eager"
     )
