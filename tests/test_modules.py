@@ -274,6 +274,21 @@ def test_built_on_meta_and_filled_later() -> None:
     assert torch.equal(layer(*inputs_of(filled)), filled(*inputs_of(filled)))
 
 
+def test_what_has_no_memory_yet_is_started_part_by_part() -> None:
+    """As torch's sharding does it: every module with parameters of its own has the method."""
+    torch.manual_seed(0)
+    expected = mh.MultiHeadAttention(WIDTH, **LAYERS["everything"])
+    with torch.device("meta"):
+        layer = mh.MultiHeadAttention(WIDTH, **LAYERS["everything"])
+    layer.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for part in layer.modules():
+        if next(part.parameters(recurse=False), None) is not None:
+            part.reset_parameters()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(layer.get_parameter(name), parameter), name
+
+
 def test_checkpointing_replays_what_was_dropped() -> None:
     layer = build("everything")
     layer.dropout = 0.5

@@ -152,6 +152,11 @@ class MultiHeadAttention(nn.Module):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads)) if sinks else None)
         self.out_proj = nn.Linear(num_heads * value_dim, embed_dim, bias=out_bias)
 
+    def reset_parameters(self) -> None:
+        """Start the sinks anew, at zero; projections and norms have a method of this name."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
     def forward(
         self,
         x: Tensor,
