@@ -254,6 +254,21 @@ def test_a_decoder_forgets_what_it_read() -> None:
             torch.testing.assert_close(once, expected)
 
 
+def test_llama_cpp_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, declined = torch.arange(9)[None], {}
+    monkeypatch.setattr(llama, "is_installed", lambda: False)
+    with pytest.raises(contest.Declined, match="llama-cpp-python is not installed"):
+        continuing._llama(ids, 1, 5, 1, declined)
+    made = []
+    monkeypatch.setattr(llama, "is_installed", lambda: True)
+    monkeypatch.setattr(llama, "Llama", lambda *_, reordered: made.append(reordered))
+    for failure in ("does not run here: its process ends with signal 11", None):
+        monkeypatch.setattr(llama, "fails_reordered", lambda threads, failure=failure: failure)
+        continuing._llama(ids, 1, 5, 1, declined)
+    assert made == [False, True]
+    assert declined == {llama.REORDERED: "does not run here: its process ends with signal 11"}
+
+
 def test_requests_in_one_batch_give_the_same_tokens() -> None:
     require("native")
     require("models")

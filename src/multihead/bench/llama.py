@@ -1,11 +1,17 @@
 """llama.cpp on the GGUF file that SmolLM2 comes in, by the package llama-cpp-python.
 
 It multiplies weights of four bits by rows of eight: it reads a quarter of what bfloat16 does.
+
+`python -m multihead.bench.llama THREADS` is one try of it, with weights reordered for this
+processor as it does by itself.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,18 +24,43 @@ from multihead.errors import BackendError, ModelError
 from multihead.integrations.loading import smollm2_file
 
 NAME = "llama.cpp"
+REORDERED = f"{NAME} with reordered weights"
+
+_TRY_SECONDS = 120
+
+
+def is_installed() -> bool:
+    """Whether llama-cpp-python is there; its import loads llama.cpp."""
+    return find_spec("llama_cpp") is not None
+
+
+@cache
+def fails_reordered(threads: int) -> str | None:
+    """How a process ends in which llama.cpp reorders its weights; None if it goes well.
+
+    Its kernels for AMX, which read such weights, were seen to end the process.
+    """
+    command = [sys.executable, "-m", "multihead.bench.llama", str(threads)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_TRY_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no result after {_TRY_SECONDS} s"
+    if done.returncode == 0:
+        return None
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+    return f"does not run here: its process ends with {how}"
 
 
 class Llama:
     """A context of `batch` sequences that have read the same tokens.
 
     Raises:
-        Declined: llama-cpp-python or the model's package is not installed.
+        Declined: the model's package is not installed.
     """
 
-    def __init__(self, ids: Tensor, batch: int, context: int, threads: int) -> None:
-        if find_spec("llama_cpp") is None:
-            raise Declined("not measurable here: llama-cpp-python is not installed")
+    def __init__(
+        self, ids: Tensor, batch: int, context: int, threads: int, *, reordered: bool
+    ) -> None:
         try:
             file = smollm2_file()
         except ModelError as error:
@@ -41,6 +72,7 @@ class Llama:
         self._tokens = ids[0].tolist()
         self._batch, self._context = batch, context
         options = lib.llama_model_default_params()
+        options.use_extra_bufts = reordered
         self._model = lib.llama_model_load_from_file(str(file).encode(), options)
         sizes = lib.llama_context_default_params()
         sizes.n_ctx = len(self._tokens) * batch + 64
@@ -111,3 +143,12 @@ def _silent(lib: Any) -> Any:
     if not hasattr(lib, "_multihead_silent"):
         lib._multihead_silent = lib.llama_log_callback(lambda level, text, data: None)
     return lib._multihead_silent
+
+
+def main(threads: int) -> None:
+    """Read forty tokens at once and a few one by one, for two sequences."""
+    Llama(torch.arange(100, 144)[None], 2, 40, threads, reordered=True).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -125,6 +125,17 @@ class Own:
         return logits
 
 
+def _llama(
+    ids: Tensor, batch: int, context: int, threads: int, declined: dict[str, str]
+) -> Decoder:
+    if not llama.is_installed():
+        raise Declined("not measurable here: llama-cpp-python is not installed")
+    failure = llama.fails_reordered(threads)
+    if failure is not None:
+        declined[llama.REORDERED] = failure
+    return llama.Llama(ids, batch, context, threads, reordered=failure is None)
+
+
 def _cache_argument(model: nn.Module) -> str:
     """What a model of the installed transformers calls its cache."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
@@ -157,9 +168,9 @@ def _decode(case: Decoding, quick: bool, setting: Setting) -> Entry:
         builders[PREPACKED] = partial(Transformers, packed, OURS, ids, *size)
     if found_own.serves(case.batch):
         builders[OWN_PREPACKED] = partial(Own, packed_own, ids, *size)
+    declined: dict[str, str] = {}
     if not quick:
-        builders[llama.NAME] = partial(llama.Llama, ids, *size, setting.threads)
-    declined = {}
+        builders[llama.NAME] = partial(_llama, ids, *size, setting.threads, declined)
     with torch.inference_mode():
         decoders: dict[str, Decoder] = {}
         for name, build in builders.items():
