@@ -414,14 +414,19 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
 }
 
 // Makes key and value of `paged` those of the block [begin, end), and returns the keys behind it, to
-// be fetched; from small pages these are not.
+// be fetched; of small pages they are fetched here, with their values.
 NOINLINE Tensor4 turn_page(const ForwardArgs& a, int64_t b, int64_t kv_head, int64_t begin,
                            int64_t end, const DecodeScratch& scratch, ForwardArgs& paged) {
   paged.key = block_in_pages(a, a.key, a.head_dim, b, kv_head, begin, end, scratch.paged_keys);
   paged.value =
       block_in_pages(a, a.value, a.value_dim, b, kv_head, begin, end, scratch.paged_values);
   const int64_t next = end + kKeyBlock < a.key_length ? end + kKeyBlock : a.key_length;
-  if (end == next || !blocks_lie_in_pages(a.held.pages)) return {nullptr, {0, 0, 0, 0}};
+  if (!blocks_lie_in_pages(a.held.pages)) {
+    fetch_pages(a, a.key, a.head_dim, b, kv_head, end, next);
+    fetch_pages(a, a.value, a.value_dim, b, kv_head, end, next);
+    return {nullptr, {0, 0, 0, 0}};
+  }
+  if (end == next) return {nullptr, {0, 0, 0, 0}};
   return block_in_pages(a, a.key, a.head_dim, b, kv_head, end, next, nullptr);
 }
 

@@ -48,6 +48,20 @@ INLINE Tensor4 block_in_pages(const ForwardArgs& a, const Tensor4& x, int64_t wi
   return {reinterpret_cast<const void*>(origin), {0, 0, stride, 1}};
 }
 
+// Asks for the tokens [begin, end) of pages that will be copied.
+INLINE void fetch_pages(const ForwardArgs& a, const Tensor4& x, int64_t width, int64_t b,
+                        int64_t kv_head, int64_t begin, int64_t end) {
+  const int64_t bytes = element_bytes(a.held.dtype);
+  for_pages(a.held.pages, b, begin, end, [&](int64_t, int64_t page, int64_t row, int64_t count)
+                                             INLINE_LAMBDA {
+    for (int64_t k = row; k < row + count; ++k) {
+      const char* from =
+          static_cast<const char*>(x.data) + offset_of(x.strides, page, kv_head, k) * bytes;
+      for (int64_t at = 0; at < width * bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+    }
+  });
+}
+
 // to[i] = the scale of token begin + i.
 INLINE void read_scales(const ForwardArgs& a, const Scales& x, int64_t b, int64_t kv_head,
                         int64_t begin, int64_t end, float* to) {

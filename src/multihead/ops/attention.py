@@ -83,11 +83,14 @@ def attention(
     is_array = isinstance(query, np.ndarray)
     if is_array:
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    keys, values, mask, bias, kv = _opened(
-        query, key, value, mask, bias, sinks, backend, in_place=checked_dropout(dropout_p) == 0
-    )
+    keys: Any = key
+    values: Any = value
+    kv = None
+    if value is None:
+        plain = checked_dropout(dropout_p) == 0
+        keys, values, mask, bias, kv = _opened(query, key, mask, bias, sinks, backend, plain)
     out, _ = _attend(
-        query, keys, values, (), mask, bias, scale, softcap, sinks, dropout_p, backend, kv=kv
+        query, keys, values, (), mask, bias, scale, softcap, sinks, dropout_p, backend, None, kv
     )
     return cast(T, out.numpy() if is_array else out)
 
@@ -135,10 +138,12 @@ def attention_with_stats(
     is_array = isinstance(query, np.ndarray)
     if is_array:
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    plain = bins is None and checked_dropout(dropout_p) == 0
-    keys, values, mask, bias, kv = _opened(
-        query, key, value, mask, bias, sinks, backend, in_place=plain
-    )
+    keys: Any = key
+    values: Any = value
+    kv = None
+    if value is None:
+        plain = bins is None and checked_dropout(dropout_p) == 0
+        keys, values, mask, bias, kv = _opened(query, key, mask, bias, sinks, backend, plain)
     query, keys, values = autocast(query, keys, values)
     kept = names if "lse" in names else ("lse", *names)
     out, computed = _attend(
@@ -221,7 +226,11 @@ def explain(
     """
     if isinstance(query, np.ndarray):
         query, key, value, mask, bias, sinks = _tensors(query, key, value, mask, bias, sinks)
-    keys, values, mask, bias, _ = _opened(query, key, value, mask, bias, sinks, backend)
+    keys: Any = key
+    values: Any = value
+    if value is None:
+        keys, values, mask, bias, _ = _opened(query, key, mask, bias, sinks, backend)
+    _check_alone(keys)
     if isinstance(query, Tensor) and query.device.type == "meta":
         raise ArgumentError("explain counts visible pairs; meta tensors have none to count.")
     problem = describe(
@@ -309,6 +318,7 @@ def _attend(
         if parts is not None:
             scale, softcap = checked_scale(scale, query.shape[3]), checked_softcap(softcap)
             return native.launch(query, key, value, parts, scale, softcap, stats, kv=kv)
+    _check_alone(key)
     problem = describe(
         query,
         key,
@@ -356,6 +366,11 @@ def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     return out, stats
 
 
+def _check_alone(key: Any) -> None:
+    if isinstance(key, KeyValues):
+        raise ArgumentError("value was given beside KeyValues, which hold the values already.")
+
+
 def _with_keys(call: Mapping[str, Any]) -> dict[str, Any]:
     """The call of a result, its keys written out where the kernels read them in place."""
     key = call["key"]
@@ -365,38 +380,28 @@ def _with_keys(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _opened(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    bias: Any,
-    sinks: Any,
-    backend: str,
-    in_place: bool = True,
+    query: Any, key: Any, mask: Any, bias: Any, sinks: Any, backend: str, in_place: bool = True
 ) -> tuple[Any, Any, Any, Any, KeyValues | None]:
-    """key, value, mask and bias, also where the first is a cache's KeyValues.
+    """key, value, mask and bias of a cache's KeyValues, which came for a key.
 
     The last are those KeyValues where the kernels read them in place, if they may, key and value
     being stand-ins for them.
     """
     if not isinstance(key, KeyValues):
-        if value is None:
-            raise ArgumentError(
-                "value is missing: pass query, key and value, or query and a cache's KeyValues."
-            )
-        return key, value, mask, bias, None
-    if value is not None:
-        raise ArgumentError("value was given beside KeyValues, which hold the values already.")
+        raise ArgumentError(
+            "value is missing: pass query, key and value, or query and a cache's KeyValues."
+        )
     mask, bias = key.rule(mask), key.bias(bias)
     if key.are_tensors:
         return key.key, key.value, mask, bias, None
-    learned = bias.slopes if isinstance(bias, ALiBi) else bias
-    parts = (query, key.key, key.value, key.pages, key.key_scale, key.value_scale, learned, sinks)
-    given = tuple([part for part in parts if part is not None])
-    if in_place and goes_straight(given, backend) and native.reads_in_place(query, key):
-        return *key.stand_ins(query.dtype), mask, bias, key
     if not isinstance(query, Tensor):
         raise DtypeError(f"query must be a tensor [B, H, L, D]; got {type(query).__name__}.")
+    recorded = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (bias, getattr(bias, "slopes", 0), sinks)
+    )
+    straight = goes_straight(query, key.key, key.value, backend) and not recorded
+    if in_place and straight and native.reads_in_place(query, key):
+        return *key.stand_ins(query.dtype), mask, bias, key
     return *key.tensors(query.dtype), mask, bias, None
 
 

@@ -32,7 +32,7 @@ def form_of(
     It says everything of an eager call that autograd does not record, on plain CPU tensors, while
     nothing traces, intercepts, transforms, casts or watches calls.
     """
-    if not goes_straight((query, key, value), backend):
+    if not goes_straight(query, key, value, backend):
         return None
     rule = () if mask is None else mask.numbers() if isinstance(mask, Mask) else None
     if rule is None:
@@ -41,10 +41,15 @@ def form_of(
     return *shapes, query.dtype, key.dtype, value.dtype, rule, stats
 
 
-def goes_straight(tensors: tuple[Any, ...], backend: str) -> bool:
+def goes_straight(query: Any, key: Any, value: Any, backend: str) -> bool:
     """Whether the native kernels may be handed these tensors' addresses, dtypes aside."""
     if (
         library.intercepted()
+        or type(query) not in library.PLAIN
+        or type(key) not in library.PLAIN
+        or type(value) not in library.PLAIN
+        or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or not (query.layout is key.layout is value.layout is torch.strided)
         or backend not in ("auto", native.NAME)
         or not native.is_built()
         or dispatch.transformed()
@@ -52,16 +57,10 @@ def goes_straight(tensors: tuple[Any, ...], backend: str) -> bool:
         or dispatch.observer.get() is not None
     ):
         return False
-    recorded = torch.is_grad_enabled()
-    for tensor in tensors:
-        if (
-            type(tensor) not in library.PLAIN
-            or not tensor.is_cpu
-            or tensor.layout is not torch.strided
-            or (recorded and tensor.requires_grad)
-        ):
-            return False
-    return True
+    return not (
+        torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad)
+    )
 
 
 def known(form: Form | None) -> MaskParts | None:

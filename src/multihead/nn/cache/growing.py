@@ -121,7 +121,7 @@ class KVCache:
 
     Memory grows by a quarter at a time, so that a step copies its own tokens alone. Where autograd
     records keys or values, and in a graph of torch.compile, each step joins the tensors anew, and
-    gradients reach every token. In torch.compile this makes one graph for each length, or one in
+    gradients reach every token. In torch.compile that makes a graph for each length, or a few in
     all with `dynamic=True`.
     """
 
