@@ -135,4 +135,16 @@ struct SweepItem {
   int64_t batch, head, first_key;
 };
 
+// Rotary positions: lanes i and i + pairs turn by the angle of token and pair.
+struct RotateArgs {
+  Dtype dtype;  // of x and out: float32, bfloat16 or float16
+  int64_t batch, heads, length, head_dim;
+  int64_t pairs;  // at most head_dim / 2; lanes from 2 pairs on are copied
+  Tensor4 x;
+  void* out;
+  int64_t out_strides[4];
+  const float *cos, *sin;       // [B|1, L, pairs]
+  int64_t angles_batch_stride;  // 0 where one row serves all batches
+};
+
 }  // namespace multihead

@@ -174,6 +174,26 @@ void sweep_call(Dtype dtype, const std::array<int64_t, 6>& sizes, const View& qu
   sweep(args, threads);
 }
 
+void rotate_call(Dtype dtype, const std::array<int64_t, 5>& sizes, int64_t x,
+                 const Strides& x_strides, int64_t out, const Strides& out_strides, int64_t cos,
+                 int64_t sin, int64_t angles_batch_stride, int threads) {
+  RotateArgs args{};
+  args.dtype = dtype;
+  args.batch = sizes[0];
+  args.heads = sizes[1];
+  args.length = sizes[2];
+  args.head_dim = sizes[3];
+  args.pairs = sizes[4];
+  args.x = tensor(x, x_strides);
+  args.out = pointer<void>(out);
+  for (int i = 0; i < 4; ++i) args.out_strides[i] = out_strides[i];
+  args.cos = pointer<const float>(cos);
+  args.sin = pointer<const float>(sin);
+  args.angles_batch_stride = angles_batch_stride;
+  nb::gil_scoped_release released;
+  rotate(args, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -200,6 +220,8 @@ NB_MODULE(_native, m) {
   m.def("sweep", sweep_call, nb::kw_only(), "dtype"_a, "sizes"_a, "query"_a, "key"_a, "scale"_a,
         "softcap"_a, "slopes"_a, "bias"_a.none(), "bias_dtype"_a, "mask"_a, "lse"_a, "edges"_a,
         "sums"_a, "peaks"_a, "mask_shape"_a, "viewers"_a, "seeing"_a, "threads"_a);
+  m.def("rotate", rotate_call, "dtype"_a, "sizes"_a, "x"_a, "x_strides"_a, "out"_a,
+        "out_strides"_a, "cos"_a, "sin"_a, "angles_batch_stride"_a, "threads"_a);
   m.def("instruction_sets", instruction_sets);
   m.def("use_instruction_set", use_instruction_set, "name"_a);
   m.def("decodes", decodes, "dtype"_a, "heads"_a, "kv_heads"_a, "query_length"_a);

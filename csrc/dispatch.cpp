@@ -332,6 +332,19 @@ void sweep(SweepArgs args, int threads) {
   });
 }
 
+void rotate(const RotateArgs& a, int threads) {
+  const int64_t rows = a.batch * a.heads * a.length;
+  if (rows == 0) return;
+  const Unit& unit = *entry_for(a.dtype).unit;
+  const double bytes = double(rows) * a.head_dim * (a.dtype == Dtype::float32 ? 8 : 4);
+  threads = worth_threads(bytes, kBytesRead, threads);
+  const int64_t items = std::min<int64_t>(a.length, threads == 1 ? 1 : 4 * threads);
+  for_each_item(a.batch * items, threads, [&](int64_t n, int) {
+    const int64_t part = n % items;
+    unit.rotate(a, n / items, part * a.length / items, (part + 1) * a.length / items);
+  });
+}
+
 double peak(const std::string& kind, int threads) {
   Instruction instruction;
   if (kind == "fma")

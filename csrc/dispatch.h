@@ -36,6 +36,9 @@ void forward(const ForwardArgs& args, int threads);
 // bits come out for any number of threads and for a bin among any others.
 void sweep(SweepArgs args, int threads);
 
+// Turns the rows of x by their positions. The same bits come out for any number of threads.
+void rotate(const RotateArgs& args, int threads);
+
 // GF/s of "fma" (float32), "dpbf16" or "amx" (bfloat16) on `threads` threads; NaN where the
 // processor lacks it.
 // Throws std::invalid_argument for another kind.

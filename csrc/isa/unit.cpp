@@ -48,6 +48,7 @@
 #endif
 #ifndef MULTIHEAD_NARROW
 #include "sweep-inl.h"
+#include "rotate-inl.h"
 #endif
 #include "peak-inl.h"
 
@@ -67,6 +68,11 @@ constexpr Decoder kDecoder = {kChunkKeys, decode_scratch_bytes, part_bytes, deco
 #else
 constexpr Decoder kDecoder = {};
 #endif
+#ifdef MULTIHEAD_NARROW
+constexpr decltype(Unit::rotate) kRotate = nullptr;
+#else
+constexpr decltype(Unit::rotate) kRotate = rotate;
+#endif
 #if defined(MULTIHEAD_NARROW)
 constexpr Sweeper kSweeper = {};
 #elif defined(MULTIHEAD_TILES)
@@ -85,15 +91,15 @@ constexpr Sweeper kSweeper = {kKeyBlock, sweep_scratch_bytes<FloatProduct>, plac
 #if defined(MULTIHEAD_TILES)
 extern const Unit MULTIHEAD_UNIT = {
     kTile, kFewRows, scratch_bytes<TileProduct>, forward_in_tiles, Instruction::tdpbf16, peak_of_tiles,
-    kPooler, kDecoder, kSweeper};
+    kPooler, kDecoder, kSweeper, kRotate};
 #elif defined(MULTIHEAD_PAIRS)
 extern const Unit MULTIHEAD_UNIT = {
     kTile, kFewRows, scratch_bytes<PairProduct>, forward<PairProduct>, Instruction::dpbf16,
-    peak<PairProduct>, kPooler, kDecoder, kSweeper};
+    peak<PairProduct>, kPooler, kDecoder, kSweeper, kRotate};
 #else
 extern const Unit MULTIHEAD_UNIT = {
     kTile, kFewRows, scratch_bytes<FloatProduct>, forward<FloatProduct>, Instruction::fma,
-    peak<FloatProduct>, kPooler, kDecoder, kSweeper};
+    peak<FloatProduct>, kPooler, kDecoder, kSweeper, kRotate};
 #endif
 
 }  // namespace multihead

@@ -44,6 +44,8 @@ struct Unit {
   Pooler pooler;
   Decoder decoder;               // of the narrow fma units alone, for every dtype
   Sweeper sweeper;               // of the wide units alone
+  // Turns the tokens [begin, end) of a batch row, in all heads; of the wide units alone.
+  void (*rotate)(const RotateArgs&, int64_t batch, int64_t begin, int64_t end);
 };
 
 }  // namespace multihead

@@ -78,6 +78,18 @@ def sweep(
     seeing: int,
     threads: int,
 ) -> None: ...
+def rotate(
+    dtype: Dtype,
+    sizes: tuple[int, int, int, int, int],
+    x: int,
+    x_strides: tuple[int, ...],
+    out: int,
+    out_strides: tuple[int, ...],
+    cos: int,
+    sin: int,
+    angles_batch_stride: int,
+    threads: int,
+) -> None: ...
 def instruction_sets() -> list[str]: ...
 def use_instruction_set(name: str) -> None: ...
 def decodes(dtype: Dtype, heads: int, kv_heads: int, query_length: int) -> bool: ...

@@ -19,7 +19,7 @@ def positions_per_radian(base: float | Tensor, width: int, device: torch.device)
     In the order of operations that checkpoints were trained with: the same bits. A float32 tensor
     [..., 1] as `base` gives [..., width / 2].
     """
-    exponents = torch.arange(0, width, 2, device=device).to(torch.float32) / width
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     return base**exponents
 
 

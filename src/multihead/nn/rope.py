@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError
+from ..ops.rotate import rotate, serves
 from .angles import angles_of, check_base, checked_positions, positions_per_radian
 from .checks import check_sizes
 from .rope_config import read_config
@@ -83,7 +84,7 @@ class RoPE:
         width = self.width(head_dim)
         if self.scaling is not None:
             return self.scaling.frequencies(self.base, width, positions)
-        return 1 / positions_per_radian(self.base, width, positions.device)
+        return positions_per_radian(self.base, width, positions.device).reciprocal()
 
     def width(self, head_dim: int) -> int:
         """How many lanes of a head turn; raises ArgumentError if `head_dim` has not as many."""
@@ -137,6 +138,7 @@ class Rotation:
     interleaved: bool = False
 
     _turn: tuple[Tensor, ...] = field(init=False, repr=False)
+    _by_kernel: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # The forms that `apply` reads: made once for all layers, for queries and for keys.
@@ -146,6 +148,8 @@ class Rotation:
         else:
             turn = torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1)
         object.__setattr__(self, "_turn", turn)
+        by_kernel = not self.interleaved and serves(self.cos, self.sin)
+        object.__setattr__(self, "_by_kernel", by_kernel)
 
     def apply(self, x: Tensor) -> Tensor:
         """Turn `x` [B, H, L, head_dim], any strides; the same shape and dtype.
@@ -158,6 +162,10 @@ class Rotation:
             DtypeError: x is not a float tensor.
         """
         self._check(x)
+        if self._by_kernel:
+            turned = rotate(x, self.cos, self.sin)
+            if turned is not None:
+                return turned
         width = 2 * self.cos.shape[-1]
         turned = self._turned(x if width == self.head_dim else x[..., :width]).to(x.dtype)
         if width == self.head_dim:

@@ -224,6 +224,33 @@ def sweep(
     return sums, highest, viewers, seeing[..., edges[0] : edges[-1]]
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [B, H, L, D] with lanes i and i + r turned by `cos` and `sin`, float32 [B|1, 1, L, r].
+
+    For float32, bfloat16 and float16 on the CPU, and contiguous `cos` and `sin`. Computed in
+    float32 and rounded once; lanes from 2r on are copied. The bits do not depend on the number of
+    threads or on what is around a row. Raises BackendError if the extension is not built.
+    """
+    extension = _extension()
+    x = _written_out(x)
+    out = torch.empty_like(x)
+    rows, _, length, pairs = cos.shape
+    try:
+        extension.rotate(
+            _dtype(x.dtype),
+            (*x.shape, pairs),
+            x.data_ptr(), x.stride(),
+            out.data_ptr(), out.stride(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0 if rows == 1 else length * pairs,
+            torch.get_num_threads(),
+        )  # fmt: skip
+    except ValueError as error:  # MULTIHEAD_ISA names a set that is not here
+        raise BackendError(f"{error}.") from None
+    return out
+
+
 def is_built() -> bool:
     """Whether the extension was found."""
     return _native is not None
