@@ -47,11 +47,18 @@ def memory_block(documents: Sequence[Document]) -> str:
     return "\n".join(map(_memory, found)) if found else NOTHING
 
 
+def agreement_block(documents: Sequence[Document]) -> str:
+    """For each machine what the logits differ by in each way of reading the same text."""
+    found = of_suite(documents, "agreement")
+    return "\n".join(map(_agreement, found)) if found else NOTHING
+
+
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     **{
         name: partial(contests_block, name)
         for name in ("prefill", "window", "packed", "decode", "small", "grouped", "layer", "models")
     },
+    "agreement": agreement_block,
     "overhead": overhead_block,
     "memory": memory_block,
 }
@@ -121,6 +128,21 @@ def _overheads(document: Document) -> str:
         head = ("call", "dtype", "contestant", "time", "against ours", "error", "note")
         tables.append(table(head, others))
     return _section(document, "\n".join(tables))
+
+
+def _agreement(document: Document) -> str:
+    lines = [
+        (
+            row["what"],
+            row["dtype"],
+            f"{row['largest_difference']:.1e}",
+            f"{row['own_error']:.1e}",
+            f"{row['other_choices']} of {row['tokens']}",
+        )
+        for row in measured(document)
+    ]
+    head = ("how the text is read", "dtype", "differs by", "own error", "other likeliest tokens")
+    return f"{where(document)}\n\n{table(head, lines)}\n{not_measurable(document)}"
 
 
 def _memory(document: Document) -> str:

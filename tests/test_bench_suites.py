@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 
+import multihead as mh
 from bench_cases import FULL, SETTING
 from multihead.bench import (
     contest,
@@ -18,6 +19,7 @@ from multihead.bench import (
 from multihead.bench.case import Case
 from multihead.bench.suites import (
     SUITES,
+    agreement,
     continuing,
     decode,
     grouped,
@@ -307,6 +309,27 @@ def test_a_model_that_is_absent_is_no_failure(monkeypatch: pytest.MonkeyPatch) -
 
 
 # --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reading", agreement.readings(True), ids=lambda reading: reading.kind)
+def test_a_reading_is_set_beside_the_own_error(reading: agreement.Reading) -> None:
+    require("models")
+    entry = first(agreement, f"{reading.kind}-float32")
+    assert entry["tokens"] == agreement.QUICK_TOKENS
+    assert entry["exact"] == (reading.kind != "tokens-int8")
+    assert (entry["largest_difference"] <= 2 * entry["own_error"]) == entry["exact"]
+    assert "differs by" in next(show.lines(entry))
+
+
+def test_a_reading_that_changes_the_logits_is_an_error() -> None:
+    require("models")
+
+    def blind(subject: agreement.Subject) -> torch.Tensor:
+        return subject.model(subject.ids, mask=mh.SlidingWindow(3))[0]
+
+    reading = agreement.Reading("blind", "three tokens back", blind)
+    with pytest.raises(BackendError, match=r"blind-float32: logits differ by .*own error"):
+        agreement._measure(reading, torch.float32, True, SETTING)
 
 
 def test_every_two_features_meet() -> None:

@@ -45,6 +45,8 @@ def lines(entry: Entry) -> Iterator[str]:
         yield f"{name} {_program(entry)}"
     elif "grown_bytes" in entry:
         yield f"  {entry['grown_bytes'] / 2**20:6.1f} MiB  {entry['name']}"
+    elif "largest_difference" in entry:
+        yield f"{name} {_agreement(entry)}"
     elif "overhead" in entry:
         yield (
             f"{name} {duration(entry['times'][OURS])}, plain {duration(entry['times'][PLAIN])}  "
@@ -110,6 +112,14 @@ def _small(entry: Entry) -> str:
 def _share(entry: Entry) -> str:
     rate = f"{entry['gflops']:.0f} GF/s" if "gflops" in entry else f"{entry['gb_per_s']:.1f} GB/s"
     return f"{rate}, {100 * entry['limit_share']:.0f} % of {entry['limit']}"
+
+
+def _agreement(entry: Entry) -> str:
+    return (
+        f"differs by {entry['largest_difference']:.1e}, the model's own error is "
+        f"{entry['own_error']:.1e}; {entry['other_choices']} of {entry['tokens']} likeliest tokens "
+        "are others"
+    )
 
 
 def _program(entry: Entry) -> str:

@@ -32,6 +32,7 @@ SUITES = (
     "grouped",
     "layer",
     "models",
+    "agreement",
     "overhead",
     "memory",
     "inspect",
