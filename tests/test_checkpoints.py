@@ -7,7 +7,7 @@ import torch
 
 import families
 from close import assert_close
-from multihead import KeyPadding, ModelError
+from multihead import KeyPadding, ModelError, generate
 from multihead.models import Encoder, EncoderDecoder, LanguageModel, checkpoints
 from requires import require
 
@@ -55,6 +55,25 @@ def test_decoders_give_their_logits(family, side):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     compare(batch, theirs, inputs, f"{family}, padded {side}", rows=mask.bool())
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize(("side", "cache"), [("left", "growing"), ("right", "static")])
+def test_greedy_tokens_are_those_of_eager(family, side, cache):
+    """Wherever its two largest logits, in float64, differ by more than its error in float32."""
+    theirs = families.build(family)
+    exact = copy.deepcopy(theirs).double()
+    ids, mask = families.padded((17, 9), side)
+    padding = KeyPadding(mask.bool())
+    new = generate(from_theirs(theirs), ids, max_new_tokens=6, padding=padding, cache=cache)
+    for row, real, tokens in zip(ids, padding.visible, new, strict=True):
+        text = torch.cat((row[real], torch.tensor(tokens)))[None]
+        logits = families.output(exact, input_ids=text).logits[0, -len(tokens) - 1 : -1]
+        plain = families.output(theirs, input_ids=text).logits[0, -len(tokens) - 1 : -1]
+        first, second = logits.topk(2).values.T
+        sure = first - second > 2 * (plain - logits).abs().max()
+        assert bool(sure.any())
+        assert logits.argmax(-1)[sure].tolist() == torch.tensor(tokens)[sure].tolist()
 
 
 def test_bert_gives_its_hidden_states():
