@@ -315,14 +315,110 @@ def test_using_restores_parts_that_differ():
     assert model.config.vision_config._attn_implementation == "sdpa"
 
 
+# --- graphs: no window and no packed row becomes a table there -----------------------------------
+
+
+def _attend_arguments(graph):
+    """What each call of attention in a graph is given, by name."""
+    schema = [it.name for it in torch.ops.multihead.attend.default._schema.arguments]
+    calls = [node for node in graph.graph.nodes if "multihead.attend" in str(node.target)]
+    return [dict(zip(schema, node.args, strict=True)) for node in calls]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_compiled_in_one_graph(family):
-    model = build(family)
+def test_compiled_in_one_graph():
+    model = build("mistral", num_hidden_layers=1)
     use(model)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    ids, mask = padded((7, 5), "left")
+    graphs = []
+    compiled = torch.compile(
+        model,
+        fullgraph=True,
+        dynamic=True,
+        backend=lambda graph, _: graphs.append(graph) or graph,
+    )
+    ids, positions = torch.randint(3, VOCABULARY, (1, 11)), torch.tensor([[*range(7), *range(4)]])
     with torch.no_grad():
-        for padding in (None, mask):
-            inputs = {"input_ids": ids, "attention_mask": padding, "use_cache": False}
-            assert torch.equal(compiled(**inputs).logits, model(**inputs).logits)
+        for length in (11, 9):
+            inputs = {"input_ids": ids[:, :length], "position_ids": positions[:, :length]}
+            inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+            outs = [_logits(it, **inputs, use_cache=False) for it in (compiled, model)]
+            assert torch.equal(*outs)
+    assert len(graphs) == 1
+    (call,) = _attend_arguments(graphs[0])
+    assert (call["dense"], call["left"], call["right"]) == (None, 4, 0)
+    assert call["query_ids"] is not None
+
+
+WINDOWED = "create_sliding_window_causal_mask"
+MASKS_IN_A_GRAPH = {
+    "packed": ("create_causal_mask", {"position_ids": POSITIONS}),
+    "packed_window": (WINDOWED, {"position_ids": POSITIONS}),
+    "padded_window": (WINDOWED, {"attention_mask": padded((7, 5), "left")[1]}),
+    "two_sided": ("create_bidirectional_sliding_window_mask", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKS_IN_A_GRAPH)
+def test_known_mask_functions_become_rules_in_a_graph(name):
+    function, arguments = MASKS_IN_A_GRAPH[name]
+    create = getattr(hf, function)
+    found = []
+
+    def visible(states, **arguments):
+        mask = create(config, states, **({"attention_mask": None, "cache": None} | arguments)).mask
+        found[:] = [type(part) for part in mask.masks]
+        return mask.to_dense(7, 7).expand(2, 1, 7, 7)
+
+    config = build("mistral", sliding_window=3).config
+    register()
+    config._attn_implementation = NAME
+    states = torch.zeros(2, 7, 42)
+    expected = visible(states, **arguments)
+    found.clear()
+    compiled = torch.compile(visible, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(states, **arguments), expected)
+    assert found
+    assert Dense not in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["both", "chunked", "positions_alone", "positions_of_others"])
+def test_any_other_mask_function_is_evaluated_in_a_graph(name):
+    def visible(ids):
+        function = (
+            UNKNOWN[name]
+            if name != "positions_of_others"
+            else hf.and_masks(
+                hf.remap_positions_for_packed_sequence(hf.causal_mask_function, ids),
+                hf.packed_sequence_mask_function(ids.flip(0)),
+            )
+        )
+        return mask_forward(2, 7, 7, mask_function=function).mask.to_dense(7, 7).expand(2, 1, 7, 7)
+
+    compiled = torch.compile(visible, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(POSITIONS), visible(POSITIONS))
+
+
+@pytest.mark.slow
+def test_exported_at_any_length():
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = build("mistral")
+            use(self.model)
+
+        def forward(self, ids, mask):
+            return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    model, length = Logits(), torch.export.Dim("length", min=1, max=61)
+    ids, mask = padded((6, 4), "left")
+    with torch.no_grad():
+        shapes = ({1: length}, {1: length})
+        program = torch.export.export(model, (ids, mask), dynamic_shapes=shapes, strict=False)
+        for call in _attend_arguments(program.graph_module):
+            assert call["dense"] is None
+            assert call["left"] == 4
+        for size in (1, 6, 13):
+            ids, mask = padded((size, max(1, size - 3)), "left")
+            assert torch.equal(program.module()(ids, mask), model(ids, mask))

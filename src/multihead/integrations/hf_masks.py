@@ -2,7 +2,7 @@
 
 transformers describes a mask by a function of (batch, head, query position, key position), built
 from a few known ones by closures and `and_masks`. The known ones become rules; any other function
-is evaluated in full, so that none is ever ignored. So are closures under torch.compile.
+is evaluated in full, so that none is ever ignored.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def mask_forward(
         return attention_mask
     start = _whole(q_offset, batch_size) - _whole(kv_offset, batch_size)
     rules: list[Mask] = [QueryStart(start)]
-    recognized = _recognize(mask_function)
+    if torch.compiler.is_dynamo_compiling():
+        recognized = _recognize_in_a_graph(mask_function, batch_size, q_length, device)
+    else:
+        recognized = _recognize(mask_function)
     if recognized is None:
         visible = _hf.sdpa_mask(
             batch_size=batch_size,
@@ -109,8 +112,6 @@ def _recognize(function: MaskFunction) -> tuple[Mask, ...] | None:
         return (Causal(),)
     if function is _hf.bidirectional_mask_function:
         return ()
-    if torch.compiler.is_compiling():
-        return None  # the compiler shows no function's closure
     code, inside = _code(function), _closure(function)
     if code is _WINDOW:
         return (Window(inside["sliding_window"] - 1, None),)
@@ -149,6 +150,8 @@ def _recognize_remapped(
     Within a document the two differ by a constant, so rules on their difference read the same; the
     documents themselves must be among the functions joined to this one.
     """
+    if torch.compiler.is_compiling():
+        return None  # no graph may depend on what tensors hold
     positions = inside["position_ids"]
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     restarts = (steps != 1).cumsum(-1)
@@ -158,6 +161,106 @@ def _recognize_remapped(
     if rules is None or not all(isinstance(rule, Causal | Window) for rule in rules):
         return None
     return rules
+
+
+# --- in a graph of torch.compile, which shows no closure to the code that it records --------------
+
+_Bounds = tuple[tuple[int | None, int | None], ...]
+_Noted = tuple[_Bounds, bool] | None
+_noted: list[_Noted] = []
+
+
+def _recognize_in_a_graph(
+    function: MaskFunction, batch_size: int, length: int, device: torch.device | str
+) -> tuple[Mask, ...] | None:
+    """As `_recognize`; of functions that hold tensors it knows packed sequences alone.
+
+    What the function is made of is asked of the compiler. The documents of packed sequences are
+    then read off the function itself, at each token and the one before it: a tensor in a closure
+    cannot be handed out.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note)
+    noted = _last_noted()
+    if noted is None:
+        return None
+    bounds, is_packed = noted
+    rules: tuple[Mask, ...] = tuple([Window(*pair) for pair in bounds])
+    if not is_packed:
+        return rules
+    rows, tokens = torch.arange(batch_size, device=device), torch.arange(length, device=device)
+    continues = function(rows[:, None], 0, tokens[None], (tokens - 1).clamp(min=0)[None])
+    return *rules, Documents((~continues).cumsum(-1))
+
+
+def _note(context: Any) -> None:
+    """Run by the compiler where `_recognize_in_a_graph` has come to."""
+    variable = context.get_local("function")
+    try:
+        try:
+            rules, is_packed = _recognize(variable.as_python_constant()), False
+        except Exception:  # of a kind of the compiler's own: a closure holds tensors
+            inside = variable._i_will_not_complain_if_bc_breaks_VariableTracker()
+            rules, is_packed = _recognize(_rule_of_packed(inside)), True
+    except Exception:  # another function; or a compiler that is built in another way
+        rules = None
+    _noted.append(None if rules is None else (tuple(map(_bounds, rules)), is_packed))
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _last_noted() -> _Noted:
+    return _noted.pop()
+
+
+def _bounds(rule: Mask) -> tuple[int | None, int | None]:
+    if isinstance(rule, Causal):
+        return None, 0
+    assert isinstance(rule, Window)  # all other rules hold tensors
+    return rule.left, rule.right  # type: ignore[return-value]
+
+
+def _rule_of_packed(variable: Any) -> MaskFunction:
+    """The function of positions that packed sequences are joined to.
+
+    Raises where `variable`, the compiler's own of a function, is not made of these two, the
+    documents being counted from the same positions.
+    """
+    parts = {part.get_code(): part for part in _cells(variable)["mask_functions"].items}
+    remapped, packed = _cells(parts.pop(_REMAPPED)), _cells(parts.pop(_PACKED))
+    ids, positions = (
+        held.as_proxy().node for held in (packed["packed_sequence_mask"], remapped["position_ids"])
+    )
+    if parts or variable.get_code() is not _BOTH or not _counts_restarts(ids, positions):
+        raise ValueError("not what transformers builds of packed sequences")
+    rule: MaskFunction = remapped["mask_function"].as_python_constant()
+    return rule
+
+
+def _cells(variable: Any) -> dict[str, Any]:
+    """`_closure`, of the compiler's own variable of a function."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    names = variable.get_code().co_freevars
+    return {
+        name: effects.load_cell(cell)
+        for name, cell in zip(names, variable.closure.items, strict=True)
+    }
+
+
+def _counts_restarts(ids: Any, positions: Any) -> bool:
+    """Whether a graph computes `ids` as transformers does: `(diff(positions) != 1).cumsum()`."""
+    differ = ids.args[0]
+    steps = differ.args[0]
+    names = [getattr(node.target, "__name__", node.target) for node in (ids, differ, steps)]
+    return names == ["cumsum", "ne", "diff"] and _unexpanded(steps.args[0]) is _unexpanded(
+        positions
+    )
+
+
+def _unexpanded(node: Any) -> Any:
+    return node.args[0] if node.target == "expand" else node
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:
