@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn import FeedForward, GatedFeedForward, MultiHeadAttention, TransformerBlock
-from ..nn.norm import NormFactory
+from ..nn.norm import NormFactory, RMSNorm
 from .config import BlockConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class OffsetRMSNorm(nn.Module):
 
 
 _NORMS: dict[str, Callable[..., nn.Module]] = {
-    "rms": nn.RMSNorm,
+    "rms": RMSNorm,
     "rms_offset": OffsetRMSNorm,
     "layer": nn.LayerNorm,
 }

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import DtypeError
 from .checks import check_sequence, check_share, check_sizes
+from .inference import watched
 
 Activation = Callable[[Tensor], Tensor]
 """A function of each number, or a module: `torch.nn.functional.silu`, `torch.nn.GELU("tanh")`."""
@@ -100,7 +101,11 @@ class GatedFeedForward(nn.Module):
         """[B, L, embed_dim] to [B, L, embed_dim]; raises ArgumentError for another shape."""
         check_sequence("x", x, "embed_dim", self.embed_dim)
         gate_blf, up_blf = self.gate_up_proj(x).chunk(2, dim=-1)
-        hidden_blf = self.activation(gate_blf) * up_blf
+        if self.activation is F.silu and not (watched() or gate_blf.requires_grad):
+            # Into silu's own result: taking as much memory again costs as much as the product.
+            hidden_blf = F.silu(gate_blf).mul_(up_blf)
+        else:
+            hidden_blf = self.activation(gate_blf) * up_blf
         return self.down_proj(dropped(hidden_blf, self.dropout))  # type: ignore[no-any-return]
 
 

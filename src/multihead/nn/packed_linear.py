@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+
+from .inference import differentiates, watched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -120,7 +121,7 @@ class Packed(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., in_features] times the weight, plus the bias: [..., out_features]."""
-        if not _watched():  # first: a function mode is shown each question to a tensor
+        if not watched():  # first: a function mode is shown each question to a tensor
             # From the dictionary: what a parametrization puts in a parameter's place is not in it.
             weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
             if (
@@ -149,7 +150,7 @@ class Packed(nn.Module):
             and input.is_cpu
             and input.layout is torch.strided
             and (bias is None or _fits(bias, outputs, weight.dtype))
-            and not _differentiates(input, weight, bias)
+            and not differentiates(input, weight, bias)
             and torch._C._get_mkldnn_enabled()
         )
 
@@ -251,25 +252,6 @@ def _fits(bias: Tensor, outputs: int, dtype: torch.dtype) -> bool:
         and bias.is_cpu
         and bias.shape == (outputs,)
         and bias.is_contiguous()
-    )
-
-
-def _differentiates(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-
-
-def _watched() -> bool:
-    """Whether something wants to see, change or differentiate what torch's functions do."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
     )
 
 
