@@ -69,7 +69,8 @@ def call(row: Mapping[str, Any]) -> str:
         wide = row["heads"] * row["width"]
         return f"layer, {row['keys']} tokens, {wide} wide, {row['heads']} heads"
     if kind.startswith("decode"):
-        return f"decode, {heads} heads, {row['keys']} keys, D {row['width']}"
+        held = {"pages": " from pages", "int8": " from int8"}.get(kind.split("-")[1], "")
+        return f"decode{held}, {heads} heads, {row['keys']} keys, D {row['width']}"
     if kind.startswith("small"):
         return f"{heads} heads, {row['queries']} on {row['keys']}"
     if kind.startswith("grouped"):

@@ -60,7 +60,8 @@ def test_the_suites_have_the_shapes_that_are_promised() -> None:
     assert "full-4096-d64-float16" in names["prefill"]
     assert "window-256-8192-d64-bfloat16" in names["window"]
     assert "packed-16x512-8192-d64-float32" in names["packed"]
-    assert "decode-32-8-8192-d128-float32" in names["decode"]
+    for kind in ("32-8", "pages-32-8", "int8-32-8"):
+        assert f"decode-{kind}-8192-d128-float32" in names["decode"]
     assert "small-32h-16q-128-d64-float32" in names["small"]
     assert names["layer"] == ["layer-2048-768-12h-float32", "layer-2048-768-12h-bfloat16"]
     assert {
@@ -86,7 +87,13 @@ def first(module: object, name: str, setting: contest.Setting = SETTING) -> dict
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(prefill, "causal-128-d64-float32"), (decode, "32-8"), (grouped, "bfloat16")],
+    [
+        (prefill, "causal-128-d64-float32"),
+        (decode, "32-8"),
+        (decode, "pages-32-8-256-d128-bfloat16"),
+        (decode, "int8-32-8-256-d128-bfloat16"),
+        (grouped, "bfloat16"),
+    ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_row_is_timed_and_checked(module: object, name: str) -> None:
@@ -122,6 +129,11 @@ def test_decoding_is_held_to_memory_and_reads_what_left_the_cache() -> None:
         case.cache_bytes / entry["times"][contest.OURS]["median"] / 1e9
     )
     assert entry["buffers_bytes"] >= 2**24
+    entry = first(decode, "int8", replace(SETTING, read_gb_per_s=10.0))
+    assert entry["read_bytes"] == 2 * 8 * 256 * (128 + 4)
+    assert entry["gb_per_s"] == pytest.approx(
+        entry["read_bytes"] / entry["times"][contest.OURS]["median"] / 1e9
+    )
     key, value = torch.ones(2, 1, 1, 3, 5)
     rotation = decode.Rotation(key, value, most_bytes=3 * 2 * key.nbytes)
     seen = [rotation.next()[0].data_ptr() for _ in range(6)]

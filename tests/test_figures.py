@@ -282,6 +282,8 @@ def test_decoding_tells_how_much_was_read() -> None:
     assert "| decode, 32/8 heads, 8192 keys, D 128 |" in block
     assert "20.0 GB/s, 75 % of memory read, 1.5 GiB of buffers in turn" in block
     assert "memory read 26.7 GB/s," in block
+    paged = document("decode", entry | {"kind": "decode-int8-32-8"}, limits=measured["limits"])
+    assert "| decode from int8, 32/8 heads" in long_tables.contests_block("decode", [paged])
     measured["limits"] |= {"cache_bytes": 2**31, "cold_bytes": 6 * 2**30}
     block = long_tables.contests_block("decode", [measured])
     assert "26.7 GB/s (buffers of 6.0 GiB, a cache of 2048 MiB: some may still be in it)" in block

@@ -76,9 +76,11 @@ def measure(
     setting: Setting,
     *,
     pause: float = 0.0,
+    read_bytes: int | None = None,
 ) -> Entry:
     """Time the contestants in turns, verify every result, and return the row's entry.
 
+    `read_bytes` is what ours reads of keys and values where these are not the case's tensors.
     `TORCH` is among the contestants: its error is what ours is held to.
 
     Raises:
@@ -97,7 +99,7 @@ def measure(
         **case.to_json(),
         "times": {name: timing.to_json() for name, timing in times.items()},
         "ratios": ratios(times),
-        **_shares(case, times[OURS], setting),
+        **_shares(case, times[OURS], setting, read_bytes),
         "errors": errors,
         "bound": expected.bound(errors[TORCH]),
         "declined": dict(entrants.declined),
@@ -128,10 +130,10 @@ def judge(
             )
 
 
-def _shares(case: Case, timing: Timing, setting: Setting) -> Entry:
+def _shares(case: Case, timing: Timing, setting: Setting, read_bytes: int | None) -> Entry:
     """The rate reached, and its share of the limit: of memory where that is measured."""
     if setting.read_gb_per_s is not None:
-        rate = case.cache_bytes / timing.median / 1e9
+        rate = (case.cache_bytes if read_bytes is None else read_bytes) / timing.median / 1e9
         return {
             "gb_per_s": rate,
             "limit": "memory read",
