@@ -22,6 +22,9 @@ _INTEGERS = {int, NoneType}
 # Kernels hold positions and distances in 32 bits; sums of two of these still fit.
 _FAR = 1 << 30
 
+# Numbers that Python compares sooner than torch does.
+_FEW = 64
+
 
 class Lowering:
     """Gathers what the masks of one call contribute; `finish` merges it into MaskParts."""
@@ -340,7 +343,11 @@ def _check_range(
     if isinstance(value, Tensor):
         if not _readable(value):
             return
-        low, high = int(value.min()), int(value.max())
+        if value.ndim == 1 and len(value) <= _FEW:
+            each = value.tolist()
+            low, high = min(each), max(each)
+        else:
+            low, high = int(value.min()), int(value.max())
     elif torch.compiler.is_compiling():
         return
     else:

@@ -218,8 +218,11 @@ class PagedKVCache:
             query_lengths = checked_counts(query_lengths, len(counts), count)
             counts = query_lengths.tolist()
         self._make_room(counts)
-        for row, new in enumerate(counts):
-            self._write(row, key[row], value[row], new)
+        if count == 1 and query_lengths is None:
+            self._write_one(key, value)
+        else:
+            for row, new in enumerate(counts):
+                self._write(row, key[row], value[row], new)
         whole = query_lengths is None and self._is_even()
         return held(
             key=self._pool.key,
@@ -311,6 +314,18 @@ class PagedKVCache:
             while len(pages) * size < begin + new:
                 pages.append(pool.take())
                 self._table = None
+
+    def _write_one(self, key: Tensor, value: Tensor) -> None:
+        """One token to each row."""
+        size, device = self.page_size, self._shape.device
+        where = [
+            (pages[length // size], length % size)
+            for pages, length in zip(self._rows, self._lengths, strict=True)
+        ]
+        pages, slots = torch.tensor(where, device=device).view(-1, 2).unbind(1)
+        self._pool.key[pages, :, slots] = key[:, :, 0]
+        self._pool.value[pages, :, slots] = value[:, :, 0]
+        self._lengths = [length + 1 for length in self._lengths]
 
     def _write(self, row: int, key: Tensor, value: Tensor, count: int) -> None:
         """Token by token of key and value [Hkv, L, D], as many at a time as a page takes."""

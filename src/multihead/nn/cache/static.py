@@ -171,16 +171,20 @@ class StaticKVCache:
         if query_lengths is not None:
             query_lengths = checked_counts(query_lengths, len(begins), count)
             counts = query_lengths.tolist()
-        for row, (begin, new) in enumerate(zip(begins, counts, strict=True)):
-            if begin + new > self.capacity:
-                self._refuse(begin, new, row)
-        for row, (begin, new) in enumerate(zip(begins, counts, strict=True)):
-            self._key[row].narrow(1, begin, new).copy_(key[row].narrow(1, 0, new))
-            self._value[row].narrow(1, begin, new).copy_(value[row].narrow(1, 0, new))
         ends = [begin + new for begin, new in zip(begins, counts, strict=True)]
-        self._lengths = torch.tensor(ends, dtype=torch.int32, device=self._shape.device)
-        self._same = ends[0] if ends and min(ends) == max(ends) else None
         most = max(ends, default=0)
+        if most > self.capacity:
+            row = next(row for row, end in enumerate(ends) if end > self.capacity)
+            self._refuse(begins[row], counts[row], row)
+        if query_lengths is None:
+            self._write(key, value, count, None)
+            self._lengths = self._lengths + count
+        else:
+            for row, (begin, new) in enumerate(zip(begins, counts, strict=True)):
+                self._key[row].narrow(1, begin, new).copy_(key[row].narrow(1, 0, new))
+                self._value[row].narrow(1, begin, new).copy_(value[row].narrow(1, 0, new))
+            self._lengths = torch.tensor(ends, dtype=torch.int32, device=self._shape.device)
+        self._same = most if most == min(ends, default=0) else None
         whole = query_lengths is None and self._same is not None
         frame = None if whole else KeyLengths(self._lengths, query_lengths)
         return held(
@@ -190,8 +194,16 @@ class StaticKVCache:
     def _update_in_graph(
         self, key: Tensor, value: Tensor, count: int, query_lengths: Tensor | None
     ) -> KeyValues:
-        new = torch.arange(count, device=key.device)
+        self._write(key, value, count, query_lengths)
+        grown = self._lengths + (count if query_lengths is None else query_lengths)
+        self._lengths = grown.to(torch.int32)
+        self._same = None
+        return KeyValues(self._key, self._value, KeyLengths(self._lengths, query_lengths))
+
+    def _write(self, key: Tensor, value: Tensor, count: int, query_lengths: Tensor | None) -> None:
+        """Store `count` tokens of each row behind its last; not those beyond `query_lengths`."""
         rows = torch.arange(key.shape[0], device=key.device)[:, None]
+        new = torch.arange(count, device=key.device)
         slots = self._lengths[:, None] + new
         for memory, tokens in ((self._key, key), (self._value, value)):
             tokens_blhd = tokens.transpose(1, 2)
@@ -199,10 +211,6 @@ class StaticKVCache:
                 kept = (new < query_lengths[:, None])[:, :, None, None]
                 tokens_blhd = torch.where(kept, tokens_blhd, memory[rows, :, slots])
             memory[rows, :, slots] = tokens_blhd
-        grown = self._lengths + (count if query_lengths is None else query_lengths)
-        self._lengths = grown.to(torch.int32)
-        self._same = None
-        return KeyValues(self._key, self._value, KeyLengths(self._lengths, query_lengths))
 
     def _refuse(self, begin: int, count: int, row: int | None = None) -> None:
         which = "each row" if row is None else f"row {row}"
