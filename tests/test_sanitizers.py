@@ -20,7 +20,14 @@ _ADDRESS = {"ASAN_OPTIONS": "detect_leaks=0"}
 _LEFT_OUT = "not rubbish and not refuses and not environment_chooses"
 _NATIVE = [
     str(TESTS / f"test_{name}.py")
-    for name in ("native", "instruction_sets", "same_bits", "nonfinite", "attention")
+    for name in (
+        "native",
+        "instruction_sets",
+        "same_bits",
+        "key_values",
+        "nonfinite",
+        "attention",
+    )
 ]
 
 # Tells the extension that a tensor is longer than its memory.

@@ -395,7 +395,8 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
   }
   const int64_t left = a.key_length - end;
   const Ahead next_keys =
-      ahead(a, next_key, b, kv_head, end < a.key_length ? end : 0, left < kKeyBlock ? left : kKeyBlock);
+      ahead(a, next_key, b, kv_head, end < a.key_length ? end : 0,
+            left < kKeyBlock ? left : kKeyBlock);
   with_source(values, [&](auto source, auto data) INLINE_LAMBDA {
     for_rows(rows.count, [&](int r, auto together) INLINE_LAMBDA {
       add_rows<decltype(source), decltype(together)::count>(
@@ -413,8 +414,8 @@ INLINE void decode_block(const ForwardArgs& a, int64_t b, int64_t kv_head, int64
   }
 }
 
-// Makes key and value of `paged` those of the block [begin, end), and returns the keys behind it, to
-// be fetched; of small pages they are fetched here, with their values.
+// Makes key and value of `paged` those of the block [begin, end), and returns the keys behind it,
+// to be fetched; of small pages they are fetched here, with their values.
 NOINLINE Tensor4 turn_page(const ForwardArgs& a, int64_t b, int64_t kv_head, int64_t begin,
                            int64_t end, const DecodeScratch& scratch, ForwardArgs& paged) {
   paged.key = block_in_pages(a, a.key, a.head_dim, b, kv_head, begin, end, scratch.paged_keys);

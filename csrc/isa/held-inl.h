@@ -78,8 +78,8 @@ INLINE void scale_folded(float* scores, int count, const float* scale) {
     UNROLL for (int r = 0; r < kWidth; ++r) scores[k * kWidth + r] *= scale[k];
 }
 
-// scores[k, r] *= scale[k], for the `rows` that exist of `width`. With `bits`, which say whether row
-// r sees key k, those of hidden keys stay as they are: their scale may be NaN.
+// scores[k, r] *= scale[k], for the `rows` that exist of `width`. With `bits`, which say whether
+// row r sees key k, those of hidden keys stay as they are: their scale may be NaN.
 NOINLINE void scale_keys(float* scores, int width, int rows, int count, const float* scale,
                          const RowBits* bits) {
   if (!bits && width == 1) return scale_folded<1>(scores, count, scale);
