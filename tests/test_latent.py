@@ -184,6 +184,19 @@ def test_rows_of_different_length(kind: str) -> None:
             torch.testing.assert_close(got[row, 0], alone, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_rolling_cache_underneath(form: Form) -> None:
+    it, x = layer(torch.float64), inputs(torch.float64, 11)
+    want = it(x, mask=mh.SlidingWindow(4))
+    cache = mh.LatentKVCache(10, mh.WindowKVCache(4))
+    parts = [
+        it(part, mask=mh.Causal(), cache=cache, form=form) for part in x.split((3, 1, 2, 4, 1), 1)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-10)
+    assert cache.nbytes < 2 * 11 * ENTRY * 8
+
+
 @torch.no_grad()
 def test_the_cache_holds_latents_alone() -> None:
     cache = mh.LatentKVCache(10, mh.StaticKVCache(2, 1, 16, ENTRY, 0))

@@ -27,6 +27,7 @@ _NATIVE = [
         "key_values",
         "nonfinite",
         "attention",
+        "rotate",
     )
 ]
 
