@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 
@@ -157,6 +158,21 @@ def test_rows_end_at_their_own_stop_tokens():
     assert generate(model, PROMPTS[0], max_new_tokens=12, stop=first) == [[first]]
 
 
+def test_stop_tokens_in_every_form():
+    """A tensor's elements equal no integer by hash: compared as they are, nothing would stop."""
+    model = tiny.language_model()
+    first = generate(model, PROMPTS[0], max_new_tokens=1)[0][0]
+    forms = torch.tensor(first), torch.tensor([first, 0]), numpy.int64(first), range(101)
+    for stop in forms:
+        assert generate(model, PROMPTS[0], max_new_tokens=3, stop=stop) == [[first]]
+
+
+def test_other_models_are_refused():
+    for model in (tiny.encoder_decoder(), torch.nn.Linear(2, 2)):
+        with pytest.raises(DtypeError, match=f"LanguageModel; got {type(model).__name__}"):
+            generate(model, [3], max_new_tokens=1)
+
+
 def test_a_prefix_stays_as_it_is():
     """One prefix, two continuations: each as if it were the only one; the caches keep no trace."""
     model = tiny.language_model()
@@ -287,6 +303,22 @@ def test_a_table_of_positions_ends():
         ([[3, -1]], {}, ArgumentError, "from 0 to 100; got -1"),
         ([3], {"max_new_tokens": -1}, ArgumentError, "max_new_tokens"),
         ([3], {"chunk": 0}, ArgumentError, "chunk"),
+        ([3], {"chunk": 2.5}, DtypeError, "chunk must be an integer"),
+        ([3], {"max_new_tokens": None}, DtypeError, "max_new_tokens must be an integer"),
+        ([3], {"temperature": None}, DtypeError, "0 takes the likeliest"),
+        ([3], {"temperature": "hot"}, DtypeError, "temperature must be a number; got 'hot'"),
+        ([3], {"top_k": 2.5}, DtypeError, "top_k must be an integer"),
+        ([3], {"top_p": "all"}, DtypeError, "top_p must be a number"),
+        ([3], {"stop": "</s>"}, DtypeError, "stop must be a token's integer.*got '</s>'"),
+        ([3], {"stop": None}, DtypeError, "Leave it out for none"),
+        ([3], {"stop": torch.tensor([2.0])}, DtypeError, "stop must be a token's integer"),
+        ([3], {"stop": (2, 101)}, ArgumentError, "from 0 to 100; got 101"),
+        ([3], {"prefix": tiny.language_model(layers=1).make_caches()[0]}, DtypeError, "got KVC"),
+        ("text", {}, DtypeError, "A text is encoded first"),
+        ({"input_ids": [[3]]}, {}, DtypeError, "got dict.*input_ids"),
+        (numpy.ones((1, 3), dtype=int), {}, DtypeError, r"torch\.as_tensor\(array\)"),
+        ([3, [4]], {}, DtypeError, r"row of integers; got \[3, \[4\]\]"),
+        (torch.ones(1, 3).long(), {"padding": torch.ones(1, 3).bool()}, DtypeError, "KeyPadding"),
         ([3], {"temperature": -1.0}, ArgumentError, "temperature"),
         ([3], {"cache": "endless"}, ArgumentError, "'endless'; there are growing, static"),
         ([3], {"padding": KeyPadding(torch.ones(1, 1).bool())}, ArgumentError, "Leave it out"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from multihead import ArgumentError, DtypeError, KeyPadding, MaskError
+from multihead import ArgumentError, DtypeError, KeyPadding, KVCache, MaskError
 from multihead.models import (
     BlockConfig,
     Encoder,
@@ -222,6 +222,22 @@ def test_configs_that_are_refused(build, named):
         (lambda m: m(torch.tensor([[3, 101]])), ArgumentError, "0 to 100; got 101"),
         (lambda m: m(tiny.tokens(1, 5), rows="first"), ArgumentError, "'first'"),
         (lambda m: m(tiny.tokens(1, 5), caches=m.make_caches()[:1]), ArgumentError, "2 layers"),
+        (lambda m: m(tiny.tokens(1, 5), caches=KVCache()), DtypeError, "list.*got KVCache"),
+        (lambda m: m(tiny.tokens(1, 5), caches=[KVCache()] * 2), ArgumentError, "there twice"),
+        (lambda m: m(tiny.tokens(2, 5), positions=[0] * 5), DtypeError, "got list"),
+        (lambda m: m(tiny.tokens(2, 5), positions=torch.arange(4)), ArgumentError, r"\(4,\)"),
+        (
+            lambda m: tiny.language_model("learned")(
+                tiny.tokens(1, 5), positions=torch.zeros(1, 1).long()
+            ),
+            ArgumentError,
+            r"one number a token.*got \(1, 1\)",
+        ),
+        (
+            lambda m: tiny.language_model("alibi")(tiny.tokens(1, 5), positions=torch.arange(5)),
+            ArgumentError,
+            "no part of this model reads them",
+        ),
         (lambda m: m.make_caches("static"), ArgumentError, "capacity"),
         (lambda m: m.make_caches("lasting"), ArgumentError, "'lasting'"),
         (

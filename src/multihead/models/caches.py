@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DtypeError
 from ..nn import (
     Cache,
     KVCache,
@@ -52,6 +52,26 @@ def build_caches(
         return StaticKVCache(batch, heads, capacity, width, dtype=dtype, device=device)
 
     return [build(layer) for layer in layers]
+
+
+def check_caches(name: str, caches: Sequence[Cache] | None, layers: int) -> None:
+    """Raise DtypeError or ArgumentError unless there is one cache for each layer, its own."""
+    if caches is None:
+        return
+    if not isinstance(caches, Sequence):
+        raise DtypeError(
+            f"{name} must be a list with a cache for each layer, as make_caches() returns; got "
+            f"{type(caches).__name__}."
+        )
+    if len(caches) != layers:
+        raise ArgumentError(
+            f"{name} must hold a cache for each of the model's {layers} layers; got {len(caches)}."
+        )
+    if not torch.compiler.is_compiling() and len(set(map(id, caches))) < layers:
+        raise ArgumentError(
+            f"{name} must hold a cache of its own for each layer, but one is there twice. "
+            "[cache] * n repeats one object; make_caches() makes several."
+        )
 
 
 def length_of(caches: Sequence[Cache]) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DtypeError
+from ..nn.checks import check_positions
 from ..nn.positions import LearnedPositions, SinusoidalPositions
 from .blocks import norm_factory
 from .config import EncoderConfig, LanguageModelConfig
@@ -62,4 +63,17 @@ def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
     if least < 0 or most >= vocab_size:
         raise ArgumentError(
             f"token_ids must be from 0 to {vocab_size - 1}; got {least if least < 0 else most}."
+        )
+
+
+def check_position_ids(
+    positions: Tensor, token_ids: Tensor, config: LanguageModelConfig | EncoderConfig
+) -> None:
+    """Raise ArgumentError or DtypeError for positions that do not fit, or that nothing reads."""
+    check_positions(positions, token_ids[..., None])
+    added = config.positions in ("learned", "sinusoidal")
+    if not added and all(layer.rope is None for layer in config.layers):
+        raise ArgumentError(
+            "positions were given, but no part of this model reads them: ALiBi counts columns, "
+            "and without positions= and rope= in its config a model knows none."
         )

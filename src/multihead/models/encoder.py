@@ -12,7 +12,13 @@ from ..errors import ArgumentError
 from ..masks import Mask
 from .blocks import build_block, rotations
 from .config import EncoderConfig
-from .embeddings import build_norm, build_positions, check_token_ids, embed
+from .embeddings import (
+    build_norm,
+    build_positions,
+    check_position_ids,
+    check_token_ids,
+    embed,
+)
 
 
 class Encoder(nn.Module):
@@ -54,13 +60,16 @@ class Encoder(nn.Module):
             positions: of the tokens, [L] or [B, L]; by default the columns, from 0.
 
         Raises:
-            ArgumentError: tokens outside of the vocabulary, or types for a model without them.
+            ArgumentError: tokens outside of the vocabulary, types for a model without them, or
+                positions that do not fit, or that no part of the model reads.
             DtypeError: tokens that are not integers.
             MaskError: a mask that does not fit the tokens.
         """
         check_token_ids(token_ids, self.config.vocab_size)
         if positions is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        else:
+            check_position_ids(positions, token_ids, self.config)
         x_blc = embed(token_ids, self.embedding, self.config, self.positions, positions)
         if self.types is not None:
             kinds_bl = torch.zeros_like(token_ids) if type_ids is None else type_ids

@@ -5,17 +5,19 @@ Shape suffixes: b batch, l column, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DtypeError
 from ..masks import KeyPadding
 from ..nn import Cache
-from .caches import CacheKind, length_of
+from ..nn.checks import check_sizes
+from .caches import CacheKind, check_caches, length_of
 from .embeddings import check_token_ids
 from .language_model import LanguageModel
 from .prompts import Batch, Prompts, batch_of
@@ -81,6 +83,7 @@ def generate(
     Raises:
         ArgumentError: an empty prompt, a number out of range, more tokens than a learned table has
             positions, or a prefix that does not fit.
+        DtypeError: tokens or numbers of another type, or a model of another kind.
         ModelError: logits that are not finite.
     """
     texts: list[list[int]] = [[] for _ in batch_of(prompts, padding).token_ids]
@@ -125,10 +128,14 @@ def generate_steps(
     the first step.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    if max_new_tokens < 0:
-        raise ArgumentError(f"max_new_tokens must be 0 or above; got {max_new_tokens}.")
-    if chunk is not None and chunk < 1:
-        raise ArgumentError(f"chunk must be at least 1 column; got {chunk}.")
+    if not hasattr(model, "hidden"):
+        raise DtypeError(
+            f"generate continues texts by a multihead.LanguageModel; got {type(model).__name__}."
+        )
+    if max_new_tokens != 0:
+        check_sizes(max_new_tokens=max_new_tokens)
+    if chunk is not None:
+        check_sizes(chunk=chunk)
     batch = batch_of(prompts, padding, device=model.embedding.weight.device)
     check_token_ids(batch.token_ids, model.config.vocab_size)
     columns = batch.token_ids.shape[1] + max_new_tokens
@@ -137,7 +144,7 @@ def generate_steps(
     _check_room(model, held + columns)
     if held:
         _check_columns(model, batch)
-    stops = frozenset((stop,) if isinstance(stop, int) else stop)
+    stops = _stops(stop, model.config.vocab_size)
     run = _Run(model, caches, batch, max_new_tokens)
 
     def choose(logits_bv: Tensor) -> Tensor:
@@ -230,12 +237,24 @@ def _caches(
             "those to be left as they are as prefix."
         )
     name, given = ("cache", cache) if prefix is None else ("prefix", prefix)
-    layers = len(model.config.layers)
-    if len(given) != layers:
-        raise ArgumentError(
-            f"{name} must hold a cache for each of the model's {layers} layers; got {len(given)}."
-        )
+    check_caches(name, cast(Sequence[Cache], given), len(model.config.layers))
     return cast(Sequence[Cache], given) if prefix is None else [held.fork() for held in prefix]
+
+
+def _stops(stop: int | Collection[int], vocab_size: int) -> frozenset[int]:
+    """Python's integers: a tensor's elements would equal no token."""
+    given = stop.flatten() if isinstance(stop, Tensor) else stop
+    try:
+        each = given if isinstance(given, Iterable) else (given,)
+        stops = frozenset(map(operator.index, each))
+    except TypeError:
+        raise DtypeError(
+            f"stop must be a token's integer, or several; got {stop!r}. Leave it out for none."
+        ) from None
+    outside = sorted(token for token in stops if not 0 <= token < vocab_size)
+    if outside:
+        raise ArgumentError(f"stop tokens must be from 0 to {vocab_size - 1}; got {outside[0]}.")
+    return stops
 
 
 def _check_room(model: LanguageModel, length: int) -> None:

@@ -19,9 +19,15 @@ from ..nn.positions import alibi_slopes
 from ..ops import ALiBi
 from ..ops.problem import checked_mask
 from .blocks import build_block, rotations
-from .caches import CacheKind, build_caches, length_of
+from .caches import CacheKind, build_caches, check_caches, length_of
 from .config import LanguageModelConfig
-from .embeddings import build_norm, build_positions, check_token_ids, embed
+from .embeddings import (
+    build_norm,
+    build_positions,
+    check_position_ids,
+    check_token_ids,
+    embed,
+)
 
 Rows = Literal["all", "last"]
 
@@ -90,7 +96,8 @@ class LanguageModel(nn.Module):
             Logits [B, L, V], [B, 1, V] for the last row.
 
         Raises:
-            ArgumentError: tokens outside of the vocabulary, or caches that do not fit.
+            ArgumentError: tokens outside of the vocabulary, caches that do not fit, or positions
+                that do not, or that no part of the model reads.
             DtypeError: tokens that are not integers.
             MaskError: a mask that does not fit the tokens so far.
         """
@@ -120,10 +127,12 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """What the head reads, [B, L, C]: takes the arguments of `forward`."""
         check_token_ids(token_ids, self.config.vocab_size)
-        _check_count("caches", caches, len(self.blocks))
-        _check_count("cross_caches", cross_caches, len(self.blocks))
+        check_caches("caches", caches, len(self.blocks))
+        check_caches("cross_caches", cross_caches, len(self.blocks))
         if positions is None:
             positions = self._positions(token_ids, mask, caches)
+        else:
+            check_position_ids(positions, token_ids, self.config)
         x_blc = embed(token_ids, self.embedding, self.config, self.positions, positions)
         if self.embedding_norm is not None:
             x_blc = self.embedding_norm(x_blc)
@@ -202,10 +211,3 @@ def _padding(mask: Mask | Tensor | None) -> KeyPadding | None:
     """The padding among the rules of a mask."""
     rules = mask.masks if isinstance(mask, Intersection) else (mask,)
     return next((rule for rule in rules if isinstance(rule, KeyPadding)), None)
-
-
-def _check_count(name: str, caches: Sequence[Cache] | None, layers: int) -> None:
-    if caches is not None and len(caches) != layers:
-        raise ArgumentError(
-            f"{name} must hold one cache for each of the {layers} layers; got {len(caches)}."
-        )

@@ -70,6 +70,12 @@ def batch_of(
 def _rows(prompts: Prompts, padding: KeyPadding | None, device: torch.device | str) -> list[Tensor]:
     if isinstance(prompts, Tensor):
         return _tensor_rows(prompts, padding, device)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+        raise DtypeError(
+            f"prompts must be tokens: an integer tensor, or lists of integers; got "
+            f"{type(prompts).__name__}. A text is encoded first, an array is "
+            "torch.as_tensor(array), and a tokenizer's result holds its tokens as input_ids."
+        )
     if padding is not None:
         raise ArgumentError(
             "padding says which entries of a tensor [B, L] are tokens; prompts of other forms have "
@@ -97,6 +103,11 @@ def _tensor_rows(
     rows = [tokens] if tokens.ndim == 1 else list(tokens)
     if padding is None:
         return rows
+    if not isinstance(padding, KeyPadding):
+        raise DtypeError(
+            f"padding must be a KeyPadding; got {type(padding).__name__}. Write "
+            "multihead.KeyPadding(attention_mask.bool())."
+        )
     shape = tuple(padding.visible.shape)
     if shape != (len(rows), prompts.shape[-1]):
         raise ArgumentError(
@@ -107,7 +118,10 @@ def _tensor_rows(
 
 
 def _tokens(row: Tensor | Sequence[int], device: torch.device | str) -> Tensor:
-    tokens = row if isinstance(row, Tensor) else torch.as_tensor(list(row))
+    try:
+        tokens = row if isinstance(row, Tensor) else torch.as_tensor(list(row))
+    except (TypeError, ValueError):
+        raise DtypeError(f"a prompt must be a row of integers; got {row!r:.60}.") from None
     if tokens.numel() == 0:
         tokens = tokens.long()
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:

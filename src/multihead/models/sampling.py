@@ -5,13 +5,13 @@ Shape suffixes: b batch, v vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ModelError
+from ..errors import ArgumentError, DtypeError, ModelError
+from ..nn.checks import check_number, check_sizes
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Sampling:
 
     Raises:
         ArgumentError: a temperature below 0 or not finite, top_k below 1, or top_p not in (0, 1].
+        DtypeError: one that is no number.
 
     Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p).
     """
@@ -35,12 +36,16 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if self.temperature is None:
+            raise DtypeError("temperature must be a number; got None. 0 takes the likeliest token.")
+        check_number("temperature", self.temperature, "0 takes the likeliest token.")
+        if self.temperature < 0:
             raise ArgumentError(
                 f"temperature must be 0 (the likeliest token) or above; got {self.temperature}."
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ArgumentError(f"top_k must be at least 1; got {self.top_k}. None means all.")
+        if self.top_k is not None:
+            check_sizes(top_k=self.top_k)
+        check_number("top_p", self.top_p, "None means all.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ArgumentError(
                 f"top_p must be above 0 and at most 1; got {self.top_p}. None means all."
