@@ -242,6 +242,8 @@ def test_what_a_prefix_refuses():
         generate(model, PROMPTS[0], max_new_tokens=1, prefix=prefix[:1])
     with pytest.raises(ArgumentError, match="cache must hold a cache for each"):
         generate(model, PROMPTS[0], max_new_tokens=1, cache=[])
+    with pytest.raises(ArgumentError, match="leave their padding in your caches"):
+        generate(model, PROMPTS, max_new_tokens=1, cache=model.make_caches())
     with pytest.raises(ArgumentError, match="cache and prefix both"):
         generate(model, PROMPTS[0], max_new_tokens=1, prefix=prefix, cache=prefix)
 

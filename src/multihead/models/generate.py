@@ -72,7 +72,8 @@ def generate(
             the same tokens for the same batch.
         cache: what keeps earlier tokens, a kind of `LanguageModel.make_caches`; or its caches. What
             these hold comes before the prompts, and afterwards they hold every token but the last:
-            a conversation goes on from them.
+            a conversation goes on from them. Prompts are then of one length, and a row that ends
+            before the others holds what came after its end.
         prefix: caches as well, which stay as they are: forks of them are filled. A common beginning
             is computed once.
         chunk: read prompts in pieces of so many columns, which bounds the memory of long ones.
@@ -140,6 +141,11 @@ def generate_steps(
     check_token_ids(batch.token_ids, model.config.vocab_size)
     columns = batch.token_ids.shape[1] + max_new_tokens
     caches = _caches(model, cache, prefix, len(batch.token_ids), columns)
+    if batch.visible is not None and not isinstance(cache, str):
+        raise ArgumentError(
+            "prompts of different lengths would leave their padding in your caches, where the next "
+            "call takes it for tokens. Give cache a kind, or generate them one at a time."
+        )
     held = length_of(caches)
     _check_room(model, held + columns)
     if held:
