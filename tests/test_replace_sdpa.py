@@ -271,6 +271,30 @@ def test_an_exception_in_the_middle_leaves_nothing_behind(calls):
         assert not _get_current_function_mode_stack()
 
 
+@pytest.mark.parametrize("undone", [True, False])
+def test_an_interrupt_leaves_nothing_behind(calls, undone):
+    class Interrupted(Calls):
+        def forward(self, *args, stop):
+            if stop:
+                raise KeyboardInterrupt
+            return super().forward(*args)
+
+    model, query = nn.Sequential(Calls(), Interrupted()), torch.randn(1, 2, 3, 5)
+    model.forward = lambda *args, stop: model[1](model[0](*args), query, query, stop=stop)
+    replacement = mh.replace_sdpa(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(query, query, query, stop=True)
+    if undone:
+        replacement.undo()
+        expected = 1
+    else:
+        model(query, query, query, stop=False)
+        expected = 3
+    assert not _get_current_function_mode_stack()
+    F.scaled_dot_product_attention(query, query, query)
+    assert len(calls) == expected
+
+
 def test_modules_may_call_themselves_and_enter_modes_of_their_own(calls):
     class Twice(nn.Module):
         def forward(self, query, depth=1):

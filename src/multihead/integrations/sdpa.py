@@ -10,6 +10,7 @@ by multihead.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from typing import Any
 
@@ -66,7 +67,7 @@ class Replacement:
 
     def __init__(self, model: nn.Module) -> None:
         # A compiled model keeps the original, whose modules run or are traced.
-        hooks = _Hooks()
+        self._hooks = hooks = _Hooks()
         self._handles = []
         for module in model.modules():
             self._handles += [
@@ -80,6 +81,7 @@ class Replacement:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooks.drop_mode()
 
     def __enter__(self) -> Replacement:
         return self
@@ -103,8 +105,11 @@ class _Hooks:
             _push_mode(self._in_a_graph)
             return
         mode = self._mode()
+        if mode is not None and mode.running[0][0] is module and not _runs(mode.frame):
+            self.drop_mode()
+            mode = None
         if mode is None:
-            mode = _Mode(self)
+            mode = _Mode(self, sys._getframe(1))
             _push_mode(mode)
         mode.running.append((module, _saved_tensors_hooks()))
 
@@ -122,6 +127,16 @@ class _Hooks:
         if not mode.running:
             _pop_mode()
 
+    def drop_mode(self) -> None:
+        """Take away what an interrupted call left: no hooks run after a KeyboardInterrupt."""
+        others = []
+        while self._mode() is not None:
+            mode = _pop_mode()
+            if not (isinstance(mode, _Mode) and mode.hooks is self):
+                others.append(mode)
+        for mode in reversed(others):
+            _push_mode(mode)
+
     def _mode(self) -> _Mode | None:
         for mode in reversed(_get_current_function_mode_stack()):
             if isinstance(mode, _Mode) and mode.hooks is self:
@@ -130,11 +145,12 @@ class _Hooks:
 
 
 class _Mode(TorchFunctionMode):
-    """Answers for torch from the outermost module's call to its return."""
+    """Answers for torch from the outermost module's call, whose frame is `frame`, to its return."""
 
-    def __init__(self, hooks: _Hooks) -> None:
+    def __init__(self, hooks: _Hooks, frame: types.FrameType) -> None:
         super().__init__()
         self.hooks = hooks
+        self.frame = frame
         self.running: list[tuple[nn.Module, Any]] = []
         self._masks = Masks()
         self._repeats = Repeats()
@@ -262,6 +278,14 @@ def _with_padding(
     hidden = ~key_visible[:, None, None]
     padding = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -torch.inf)
     return query, key, value, padding if attn_mask is None else attn_mask + padding, *others
+
+
+def _runs(frame: types.FrameType) -> bool:
+    """Whether the caller runs inside of `frame`."""
+    inner: types.FrameType | None = sys._getframe(1)
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is frame
 
 
 def _saved_tensors_hooks() -> Any:
