@@ -144,6 +144,29 @@ def test_a_row_of_lowest_numbers_is_a_mean(calls):
     assert_close(out[0, 0, 7], key[0, 0].double().mean(0), key[0, 0].mean(0))
 
 
+@pytest.mark.parametrize("detached", [0, 1])
+def test_a_bias_detached_in_one_layer_is_trained_by_the_other_alone(calls, detached):
+    class Biased(nn.Module):
+        def forward(self, query, bias):
+            biases = [bias, bias]
+            biases[detached] = bias.detach()
+            for each in biases:
+                query = F.scaled_dot_product_attention(query, query, query, each)
+            return query
+
+    model, query, values = Biased(), torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5, 5)
+    results = []
+    for dtype, replace in ((torch.float32, True), (torch.float64, False), (torch.float32, False)):
+        bias = values.to(dtype, copy=True).requires_grad_()
+        replacement = mh.replace_sdpa(model) if replace else None
+        out = model(query.to(dtype), bias)
+        if replacement is not None:
+            replacement.undo()
+        results.append(torch.autograd.grad(out.square().sum(), bias)[0])
+    assert len(calls) == 2
+    assert_close(*results, factor=3.0)
+
+
 def test_heads_that_differ_are_refused_by_torch_itself():
     query, key = torch.randn(1, 6, 3, 5), torch.randn(1, 2, 3, 5)
     model = Calls()
@@ -451,6 +474,14 @@ def test_decoder_and_unbatched_and_extra_keys(calls):
             result[0] if isinstance(result, tuple) else result for result in results
         )
         assert_close(actual, expected, baseline)
+
+
+def test_a_causal_hint_without_a_mask_is_refused_by_torch_itself():
+    model, x = nn.MultiheadAttention(24, 4, batch_first=True), torch.randn(2, 5, 24)
+    hinted = {"need_weights": False, "is_causal": True}
+    for options in (hinted, hinted | {"key_padding_mask": BLIND}):
+        with mh.replace_sdpa(model), pytest.raises(RuntimeError, match="Need attn_mask"):
+            model(x, x, x, **options)
 
 
 def test_padding_with_dropout_goes_to_torch_whole(calls):

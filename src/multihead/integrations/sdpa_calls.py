@@ -36,6 +36,8 @@ class Masks:
         if torch.compiler.is_compiling():
             is_bool = mask_bhqk.dtype == torch.bool
             return Lowered(mask=Dense(mask_bhqk)) if is_bool else Lowered(bias=mask_bhqk)
+        if mask_bhqk.requires_grad:  # one that is detached may lie in the same memory
+            return Lowered(bias=mask_bhqk)
         # Views of one memory are made anew for each layer. They are kept, so no other tensor can
         # come to lie where they do.
         place = (mask_bhqk.data_ptr(), mask_bhqk.shape, mask_bhqk.stride(), mask_bhqk.dtype)
