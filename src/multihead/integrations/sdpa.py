@@ -185,7 +185,8 @@ class _Mode(TorchFunctionMode):
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
         """`F.multi_head_attention_forward`, which torch has brought into one form of arguments."""
-        if kwargs["need_weights"]:
+        hinted_alone = kwargs["is_causal"] and kwargs["attn_mask"] is None
+        if kwargs["need_weights"] or hinted_alone:  # which torch refuses
             return _MULTI_HEAD(*args, **kwargs)
         key_visible = _visible_keys(*args, **kwargs)
         if key_visible is not None:
