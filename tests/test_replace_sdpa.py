@@ -360,6 +360,14 @@ def test_a_replaced_model_can_be_saved():
         torch.save(model, file)
 
 
+def test_script_modules_stay_as_they_are(calls):
+    model, x = nn.Sequential(torch.jit.script(nn.Linear(21, 21)), Layer()), torch.randn(2, 5, 21)
+    expected = model(x)
+    with mh.replace_sdpa(model):
+        assert torch.allclose(model(x), expected, atol=1e-5)
+    assert len(calls) == 1
+
+
 def test_it_takes_modules():
     with pytest.raises(mh.ModelError, match="got a function"):
         mh.replace_sdpa(lambda x: x)
@@ -519,7 +527,31 @@ def test_compiled_in_one_graph_at_any_length():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "padded", "causal"])
+def test_a_compiled_part_of_an_eager_model(calls):
+    model, x = Stack().eval(), torch.randn(2, 5, 21)
+    expected = model(x)
+    model.layers[0] = torch.compile(model.layers[0], fullgraph=True, backend="eager")
+    with mh.replace_sdpa(model), torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(model(x), expected, atol=1e-5)
+    assert len(calls) == 4  # those of the graph, too, which repeats what the test notes
+
+
+@pytest.mark.slow
+def test_exported_at_any_length():
+    model, length = Stack().eval(), torch.export.Dim("length", min=1, max=50)
+    x = torch.randn(2, 5, 21)
+    with mh.replace_sdpa(model), torch.no_grad():
+        program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: length}})
+        nodes = [str(node.target) for node in program.graph.nodes]
+        assert nodes.count("multihead.attend.default") == 2
+        for size in (1, 5, 11):
+            x = torch.randn(2, size, 21)
+            assert torch.equal(program.module()(x), model(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["padded", "causal"])
 def test_compiled_encoder(name):
     model, x, options = _encoder().eval(), torch.randn(2, 5, 24), ENCODINGS[name]
     real = ~BLIND if name == "padded" else torch.ones_like(BLIND)

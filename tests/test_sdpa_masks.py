@@ -192,6 +192,13 @@ def test_masks_are_read_once_and_heads_as_they_are(monkeypatch, lowered_masks, r
         assert len(lowered_masks) == 2
 
 
+def test_masks_that_each_layer_makes_are_not_all_kept():
+    masks = sdpa_calls.Masks()
+    for _ in range(9):
+        masks.lower(torch.ones(1, 1, 61, 61, dtype=torch.bool))
+    assert len(masks._known) <= 4
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_mask_that_is_written_to_is_read_again(lowered_masks, inference):
     class Writes(nn.Module):

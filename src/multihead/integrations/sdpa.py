@@ -70,6 +70,8 @@ class Replacement:
         self._hooks = hooks = _Hooks()
         self._handles = []
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks, and shows none of its calls
             self._handles += [
                 # Before the hooks of others, which may call the model's functions too.
                 module.register_forward_pre_hook(hooks.enter, prepend=True),
@@ -254,7 +256,8 @@ def _visible_keys(
     torch itself would write it out for each head, and with another mask for each query too.
     """
     bias_k, add_zero_attention = args[5], args[7]
-    if key_padding_mask is None or bias_k is not None or add_zero_attention:
+    adds_keys = bias_k is not None or add_zero_attention or others.get("static_k") is not None
+    if key_padding_mask is None or adds_keys:
         return None
     visible = key_padding_mask if query.ndim == 3 else key_padding_mask[None]
     if visible.shape != (key.shape[1] if key.ndim == 3 else 1, key.shape[0]):

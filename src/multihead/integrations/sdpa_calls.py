@@ -21,6 +21,10 @@ from .sdpa_masks import Block, Lowered, lower
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+# A model has a mask for each kind of its layers. One that makes them anew in each layer must not
+# have all of them kept.
+_MOST_MASKS = 4
+
 
 class Masks:
     """What the masks of one forward pass were lowered to.
@@ -45,6 +49,8 @@ class Masks:
         if known is not None and _is_as_it_was(mask_bhqk, known[1]):
             return known[2]
         lowered = lower(mask_bhqk)
+        if len(self._known) >= _MOST_MASKS:
+            del self._known[next(iter(self._known))]
         self._known[place] = mask_bhqk, _state(mask_bhqk), lowered
         return lowered
 
