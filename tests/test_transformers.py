@@ -136,6 +136,17 @@ def test_cross_attention_without_a_mask_sees_every_key(declares):
     assert_close(outputs[0], expected, outputs[1])
 
 
+def test_a_scale_of_the_layers_own_is_read():
+    ids = torch.randint(3, VOCABULARY, (1, 7))
+    logits = []
+    for scaled in (True, False):
+        ours, baseline, expected = trio("gpt2", scale_attn_by_inverse_layer_idx=scaled)
+        outs = [_logits(model, input_ids=ids) for model in (ours, expected, baseline)]
+        assert_close(*outs)
+        logits.append(outs[0])
+    assert not torch.allclose(*logits, atol=1e-2)
+
+
 def test_packed_documents_do_not_see_one_another():
     ours, baseline, expected = trio("llama")
     ids = torch.randint(3, VOCABULARY, (1, 5))

@@ -1,5 +1,7 @@
 """Hugging Face families: our logits against eager's, prefill and decoding, with every padding."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -73,11 +75,18 @@ def _decode(model, cache, inputs, steps):
     return collected
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize(
+    ("padding", "kind"),
+    [
+        *itertools.product(("none", "left", "right"), ("dynamic", "static")),
+        ("left", "preallocated"),
+    ],
+)
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoding_continues_prefill(models, family, padding, kind):
     from transformers import DynamicCache, StaticCache
+
+    from multihead.integrations.hf_cache import PreallocatedCache
 
     inputs, real = _inputs(padding)
     steps = (1, 1, 3, 1)
@@ -85,6 +94,8 @@ def test_decoding_continues_prefill(models, family, padding, kind):
     for model in models(family):
         if kind == "dynamic":
             cache = DynamicCache(config=model.config)
+        elif kind == "preallocated":
+            cache = PreallocatedCache(model.config)
         else:
             cache = StaticCache(config=model.config, max_cache_len=23)
         outputs.append(_decode(model, cache, inputs, steps))
