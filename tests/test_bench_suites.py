@@ -329,7 +329,7 @@ def test_a_reading_is_set_beside_the_own_error(reading: agreement.Reading) -> No
     entry = first(agreement, f"{reading.kind}-float32")
     assert entry["tokens"] == agreement.QUICK_TOKENS
     assert entry["exact"] == (reading.kind != "tokens-int8")
-    assert (entry["largest_difference"] <= 2 * entry["own_error"]) == entry["exact"]
+    assert (entry["largest_difference"] <= 3 * entry["own_error"]) == entry["exact"]
     assert "differs by" in next(show.lines(entry))
 
 
