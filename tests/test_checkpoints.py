@@ -1,6 +1,7 @@
 """Checkpoints of other libraries as models of ours: the same numbers, and the way back."""
 
 import copy
+from collections import Counter, UserDict
 
 import pytest
 import torch
@@ -154,6 +155,21 @@ def test_names_of_base_models_and_of_larger_ones():
     assert torch.equal(larger(ids), from_theirs(bert)(ids))
     _, back = checkpoints.to_checkpoint(larger, "bert")
     assert back.keys() == {name.removeprefix("bert.") for name in state}
+
+
+def test_each_tensor_is_looked_up_once():
+    """Which may read it from a file, and dequantize it."""
+
+    class Counting(UserDict):
+        def __getitem__(self, name):
+            looked_up[name] += 1
+            return super().__getitem__(name)
+
+    looked_up = Counter()
+    theirs = families.build("llama")
+    state = Counting(theirs.state_dict())
+    checkpoints.from_checkpoint(theirs.config.to_dict(), state)
+    assert looked_up == Counter(state.keys())
 
 
 def test_tied_weights_stay_one():

@@ -84,13 +84,14 @@ def read_state(rules: Sequence[Rule], theirs: Mapping[str, Tensor]) -> State:
         ModelError: a tensor that no rule asks for, or one that is missing.
     """
     asked = {name for rule in rules for name in rule.theirs}
-    unknown = sorted(theirs.keys() - asked)
+    given = set(theirs)  # a mapping's keys would look each tensor up to compare them
+    unknown = sorted(given - asked)
     if unknown:
         raise ModelError(
             f"the checkpoint holds {len(unknown)} tensors that this architecture does not have, "
             f"{unknown[0]} first; leaving them out would change what the model computes."
         )
-    missing = sorted(asked - theirs.keys())
+    missing = sorted(asked - given)
     if missing:
         raise ModelError(f"the checkpoint lacks {len(missing)} tensors, {missing[0]} first.")
     return {rule.ours: rule.read([theirs[name] for name in rule.theirs]) for rule in rules}
