@@ -248,6 +248,24 @@ def test_what_a_prefix_refuses():
         generate(model, PROMPTS[0], max_new_tokens=1, prefix=prefix, cache=prefix)
 
 
+def test_targets_of_a_source():
+    """Each row as its source and start alone, without a cache; the source is encoded once."""
+    model = tiny.encoder_decoder()
+    source = tiny.tokens(2, 11)
+    padding = KeyPadding(torch.arange(11) < torch.tensor([[11], [7]]))
+    reading = model.reading(source, source_mask=padding)
+    batch = logits_of(reading, PROMPTS)
+    assert torch.equal(logits_of(reading, PROMPTS), batch)
+    exact = copy.deepcopy(model).double()
+    for index, (prompt, real) in enumerate(zip(PROMPTS, padding.visible, strict=True)):
+        text = torch.tensor([prompt])
+        for row in batch[index]:
+            with torch.no_grad():
+                expected = exact(text, source[index : index + 1, real])[0, -1]
+            torch.testing.assert_close(row.double(), expected, rtol=0, atol=1e-5)
+            text = torch.cat((text, expected.argmax()[None, None]), dim=1)
+
+
 def test_drawn_tokens_follow_the_seed():
     model = tiny.language_model()
 

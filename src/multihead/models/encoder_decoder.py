@@ -5,8 +5,10 @@ Shape suffixes: b batch, s source, l target, c width, v vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..masks import Mask
@@ -104,3 +106,54 @@ class EncoderDecoder(nn.Module):
         """Empty caches, of the kinds of `LanguageModel.make_caches`; the source's grow."""
         target = self.decoder.make_caches(kind, batch=batch, capacity=capacity)
         return EncoderDecoderCaches(target, [KVCache() for _ in target])
+
+    def reading(self, source: Tensor, *, source_mask: Mask | Tensor | None = None) -> Reading:
+        """The decoder as it reads `source`, for `generate`: encoded once, for any targets.
+
+            starts = [[config.start_token]] * len(source)
+            multihead.generate(model.reading(source), starts, max_new_tokens=20)
+
+        Args:
+            source: tokens [B, S] (integers), or hidden states [B, S, C] that `encode` gave.
+            source_mask: padding of the source, `KeyPadding(visible)`.
+        """
+        with torch.no_grad():
+            if not source.is_floating_point():
+                source = self.encode(source, source_mask=source_mask)
+        return Reading(self.decoder, source, source_mask)
+
+
+class Reading:
+    """A decoder and what it reads, which continues targets as a `LanguageModel` continues texts.
+
+    The source's keys and values are computed in the first call and kept.
+    """
+
+    def __init__(
+        self, decoder: LanguageModel, context: Tensor, context_mask: Mask | Tensor | None
+    ) -> None:
+        self.config = decoder.config
+        self.embedding = decoder.embedding
+        self.logits = decoder.logits
+        self.make_caches = decoder.make_caches
+        self._decoder = decoder
+        self._context = context
+        self._mask = context_mask
+        self._caches: list[Cache] = [KVCache() for _ in decoder.blocks]
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """What the head reads, [B, L, C]; see `LanguageModel.hidden`."""
+        return self._decoder.hidden(
+            token_ids,
+            mask=mask,
+            caches=caches,
+            context=None if self._caches[-1].length else self._context,
+            context_mask=self._mask,
+            cross_caches=self._caches,
+        )

@@ -19,6 +19,7 @@ from ..nn import Cache
 from ..nn.checks import check_sizes
 from .caches import CacheKind, check_caches, length_of
 from .embeddings import check_token_ids
+from .encoder_decoder import Reading
 from .language_model import LanguageModel
 from .prompts import Batch, Prompts, batch_of
 from .sampling import Sampling
@@ -38,7 +39,7 @@ class Step:
 
 
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | Reading,
     prompts: Prompts,
     *,
     max_new_tokens: int,
@@ -58,7 +59,7 @@ def generate(
     never seen, whatever its id and on whichever side.
 
     Args:
-        model: a language model.
+        model: a language model, or an encoder-decoder that reads a source (`reading`).
         prompts: integer tensor [L] or [B, L], a sequence of tokens, or a sequence of rows of any
             lengths.
         max_new_tokens: where a row ends at the latest.
@@ -109,7 +110,7 @@ def generate(
 
 
 def generate_steps(
-    model: LanguageModel,
+    model: LanguageModel | Reading,
     prompts: Prompts,
     *,
     max_new_tokens: int,
@@ -187,7 +188,11 @@ class _Run:
     """A batch on its way through a model: its caches, and which of their columns are tokens."""
 
     def __init__(
-        self, model: LanguageModel, caches: Sequence[Cache], batch: Batch, max_new_tokens: int
+        self,
+        model: LanguageModel | Reading,
+        caches: Sequence[Cache],
+        batch: Batch,
+        max_new_tokens: int,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -228,7 +233,7 @@ class _Run:
 
 
 def _caches(
-    model: LanguageModel,
+    model: LanguageModel | Reading,
     cache: CacheKind | Sequence[Cache],
     prefix: Sequence[Cache] | None,
     rows: int,
@@ -263,7 +268,7 @@ def _stops(stop: int | Collection[int], vocab_size: int) -> frozenset[int]:
     return stops
 
 
-def _check_room(model: LanguageModel, length: int) -> None:
+def _check_room(model: LanguageModel | Reading, length: int) -> None:
     """Only a table runs out of positions; others go on, well or badly."""
     most = model.config.max_positions
     if model.config.positions == "learned" and most is not None and length > most + 1:
@@ -273,7 +278,7 @@ def _check_room(model: LanguageModel, length: int) -> None:
         )
 
 
-def _check_columns(model: LanguageModel, batch: Batch) -> None:
+def _check_columns(model: LanguageModel | Reading, batch: Batch) -> None:
     config = model.config
     counted = config.positions == "alibi" or any(layer.window for layer in config.layers)
     if batch.visible is not None and counted:
