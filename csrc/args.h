@@ -16,9 +16,8 @@ struct Tensor4 {
   int64_t strides[4];
 };
 
-// Tokens in pages: token j of batch row b is token j % size of the page that table[b * batch_stride +
-// j / size] names, and the first axis of keys, values and scales is the page. With a null table it
-// is the row.
+// Tokens in pages: the first axis of keys, values and scales is the page, and token j of batch row
+// b is token j % size of page table[b * batch_stride + j / size]. With a null table it is the row.
 struct Pages {
   const int32_t* table;
   int64_t batch_stride, size;

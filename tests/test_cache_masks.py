@@ -159,26 +159,44 @@ PAIRS = [
 ]
 
 
+# Dtypes and query heads, on two KV heads.
+CALLS = [(torch.float32, 4), (torch.bfloat16, 2), (torch.float32, 2), (torch.float16, 6)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "call"),
+    [(*pair, call) for pair, call in zip(PAIRS, itertools.cycle(CALLS), strict=False)],
+)
+def test_steps_are_the_whole(kind, name, call):
+    check(kind, name, *call)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_steps_are_the_whole(kind, name):
+def test_all_steps_are_the_whole(kind, name, call):
+    check(kind, name, *call)
+
+
+def check(kind: str, name: str, dtype: torch.dtype, heads: int) -> None:
+    """All steps of both rows against each row's by itself, in float64."""
     it = KINDS[kind]
-    for dtype, heads in ((torch.float32, 4), (torch.bfloat16, 2)):
-        tensors = draw_qkv(
-            (BATCH, heads, TOTAL, WIDTH), (BATCH, KV_HEADS, TOTAL, WIDTH), VALUE_WIDTH, dtype=dtype
-        )
-        steps = decode(it, name, tensors)
-        held = (tensors[0], *map(as_kept, tensors[1:])) if it.rounds else tensors
-        parts = {
-            wanted: [alone(it, name, span, held, wanted) for span, _ in steps]
-            for wanted in (torch.float64, dtype)
-        }
+    tensors = draw_qkv(
+        (BATCH, heads, TOTAL, WIDTH), (BATCH, KV_HEADS, TOTAL, WIDTH), VALUE_WIDTH, dtype=dtype
+    )
+    steps = decode(it, name, tensors)
+    held = (tensors[0], *map(as_kept, tensors[1:])) if it.rounds else tensors
+    parts = {
+        wanted: [alone(it, name, span, held, wanted) for span, _ in steps]
+        for wanted in (torch.float64, dtype)
+    }
 
-        def flat(rows: list[Tensor]) -> Tensor:
-            return torch.cat([x.flatten() for x in rows])
+    def flat(rows: list[Tensor]) -> Tensor:
+        return torch.cat([x.flatten() for x in rows])
 
-        found = flat([out for _, out in steps])
-        assert found.dtype == dtype
-        assert_close(found, flat(parts[torch.float64]), flat(parts[dtype]), what=f"{kind}, {name}")
+    found = flat([out for _, out in steps])
+    assert found.dtype == dtype
+    assert_close(found, flat(parts[torch.float64]), flat(parts[dtype]), what=f"{kind}, {name}")
 
 
 def test_a_window_takes_masks_for_all_tokens():
