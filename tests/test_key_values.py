@@ -115,6 +115,15 @@ def test_every_backend_takes_what_is_held(backend, query_length, layout):
     assert in_place(found) == (backend == "native" and query_length == 1)
 
 
+def test_a_table_of_pages_may_lie_in_any_way():
+    query, key, value = draw_qkv((3, 4, 1, 16), (3, 2, 130, 16))
+    contiguous = LAYOUTS["pages of 64"](key, value)
+    transposed = replace(contiguous, pages=contiguous.pages.mT.contiguous().mT)
+    assert transposed.pages.stride() != contiguous.pages.stride()
+    assert in_place(mh.attention_with_stats(query, transposed))
+    assert torch.equal(mh.attention(query, transposed), mh.attention(query, contiguous))
+
+
 def test_a_map_of_what_is_held():
     require("native")
     query, key, value = draw_qkv((2, 4, 1, 8), (2, 2, 150, 8), 9)

@@ -123,9 +123,10 @@ def launch(
     query = _written_out(query)
     batch, heads, query_length, head_dim = query.shape
     _, kv_heads, key_length, value_dim = value.shape
-    held = None
+    held = pages = None
     if kv is not None:
-        key, value, held = kv.key, kv.value, _held(kv)
+        pages = None if kv.pages is None else kv.pages.contiguous()
+        key, value, held = kv.key, kv.value, _held(kv, pages)
     key, value = _written_out(key), _written_out(value)
     # Sizes one by one: as a tuple they take torch half as long again.
     out = query.new_empty(batch, heads, query_length, value_dim)
@@ -368,13 +369,12 @@ def _broadcast(tensor: Tensor | None) -> tuple[int, ...] | None:
     return tensor.data_ptr(), *(0 if size == 1 else stride for size, stride in strides)
 
 
-def _held(kv: KeyValues) -> object:
-    """Pages and scales by their addresses; `kv` must outlive it."""
+def _held(kv: KeyValues, pages: Tensor | None) -> object:
+    """Pages and scales by their addresses; `kv` and its contiguous `pages` must outlive it."""
 
     def scales(tensor: Tensor | None) -> tuple[int, ...] | None:
         return None if tensor is None else (tensor.data_ptr(), *tensor.stride())
 
-    pages = kv.pages
     return _extension().Held(
         dtype=_dtype(kv.key.dtype),
         pages=None if pages is None else (pages.data_ptr(), pages.stride(0), kv.key.shape[2]),
