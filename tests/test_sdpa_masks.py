@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,6 +99,27 @@ def test_other_masks(mask, kind):
     visible = mask if mask.dtype == torch.bool else mask == 0
     shown = _described(lowered, *mask.shape[2:]).expand(mask.shape)
     assert torch.equal(shown, visible)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["same", "grow", "slide", "jump", "hide"]), st.integers(0, 40)),
+        min_size=40,
+        max_size=60,
+    )
+)
+def test_any_intervals_are_described(steps):
+    begin = end = 0
+    mask = torch.zeros(1, 1, len(steps), 131, dtype=torch.bool)
+    for row, (step, place) in enumerate(steps):
+        if step == "jump":
+            begin, end = place, 2 * place
+        elif step != "hide":
+            end = min(end + (step != "same"), 131)
+            begin = min(begin + (step == "slide"), end)
+        if step != "hide":
+            mask[..., row, begin:end] = True
+    assert torch.equal(_described(lower(mask), *mask.shape[2:]), mask)
 
 
 @pytest.mark.parametrize("value", [0.5, -1e30, torch.nan, torch.inf])
