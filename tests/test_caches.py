@@ -220,6 +220,32 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(make):
         assert torch.equal(keys(cache), before)
 
 
+def test_sizes_that_no_cache_has_are_refused():
+    for error, name, build in (
+        (mh.ArgumentError, "batch must be at least 0", lambda: mh.StaticKVCache(-1, 2, 8, 5)),
+        (mh.ArgumentError, "capacity must be at least 0", lambda: mh.StaticKVCache(2, 2, -1, 5)),
+        (mh.DtypeError, "head_dim must be an integer", lambda: mh.StaticKVCache(2, 2, 8, 5.0)),
+        (mh.ArgumentError, "num_kv_heads must be", lambda: mh.PagedKVCache(2, 0, 5)),
+        (mh.ArgumentError, "page_size must be", lambda: mh.PagedKVCache(2, 2, 5, page_size=0)),
+        (mh.ArgumentError, "num_pages must be", lambda: mh.PagedKVCache(2, 2, 5, num_pages=0)),
+        (mh.ArgumentError, "window must be at least 1", lambda: mh.WindowKVCache(0)),
+        (mh.ArgumentError, "keep_first must be at least 0", lambda: mh.WindowKVCache(3, -1)),
+        (mh.DtypeError, "takes tensors", lambda: mh.KVCache().update(torch.ones(1, 1, 1, 1), None)),
+    ):
+        with pytest.raises(error, match=name):
+            build()
+
+
+def test_a_batch_of_none(make):
+    cache = make()
+    if isinstance(cache, mh.StaticKVCache):
+        cache = mh.StaticKVCache(0, HEADS, 24, WIDTH, VALUE_WIDTH)
+    elif isinstance(cache, mh.PagedKVCache):
+        cache = mh.PagedKVCache(0, HEADS, WIDTH, VALUE_WIDTH)
+    for seed, length in enumerate((3, 1, 2)):
+        assert step(cache, *tokens(length, seed, batch=0)).shape == (0, 4, length, VALUE_WIDTH)
+
+
 def test_positions_continue(make):
     cache = make()
     assert torch.equal(cache.positions(3), torch.arange(3))

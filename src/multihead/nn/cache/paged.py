@@ -14,6 +14,7 @@ from ...ops import KeyValues
 from ...ops.key_values import held
 from .protocol import (
     Shape,
+    check_sizes,
     checked_counts,
     kept_of,
     outside_inference,
@@ -130,6 +131,9 @@ class PagedKVCache:
         dtype: of keys and values.
         device: where they lie.
 
+    Raises:
+        ArgumentError, DtypeError: sizes that a cache cannot have.
+
     Source: Kwon et al. 2023.
     """
 
@@ -145,12 +149,10 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if page_size < 1 or (num_pages is not None and num_pages < 1):
-            raise ArgumentError(
-                "page_size and num_pages must be at least 1; got "
-                f"page_size={page_size}, num_pages={num_pages}."
-            )
         value_dim = head_dim if value_dim is None else value_dim
+        check_sizes(0, batch=batch)
+        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+        check_sizes(page_size=page_size, num_pages=1 if num_pages is None else num_pages)
         self._shape = Shape(batch, num_kv_heads, head_dim, value_dim, dtype, torch.device(device))
         fixed = num_pages is not None
         pages = num_pages if num_pages is not None else max(_FIRST_PAGES, batch)
@@ -322,7 +324,7 @@ class PagedKVCache:
             (pages[length // size], length % size)
             for pages, length in zip(self._rows, self._lengths, strict=True)
         ]
-        pages, slots = torch.tensor(where, device=device).view(-1, 2).unbind(1)
+        pages, slots = torch.tensor(where, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
         self._pool.key[pages, :, slots] = key[:, :, 0]
         self._pool.value[pages, :, slots] = value[:, :, 0]
         self._lengths = [length + 1 for length in self._lengths]

@@ -131,6 +131,17 @@ class Shape:
         raise DeviceError(f"The cache is on {self.device}, but key is on {key.device}.")
 
 
+def check_sizes(least: int = 1, **sizes: int) -> None:
+    """Raise for sizes of a cache that are no integers, or below `least`."""
+    for name, size in sizes.items():
+        try:
+            operator.index(size)
+        except TypeError:
+            raise DtypeError(f"{name} must be an integer; got {size!r}.") from None
+        if size < least:
+            raise ArgumentError(f"{name} must be at least {least}; got {size}.")
+
+
 def first_shape(key: Tensor, value: Tensor) -> Shape:
     """The shape that the first keys and values give a cache."""
     _fitting(key, value)
@@ -139,6 +150,11 @@ def first_shape(key: Tensor, value: Tensor) -> Shape:
 
 def _fitting(key: Tensor, value: Tensor) -> int:
     """The number of tokens of a key and a value that fit each other."""
+    if not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        raise DtypeError(
+            "A cache takes tensors for key and value; got "
+            f"{type(key).__name__} and {type(value).__name__}."
+        )
     if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
         raise ArgumentError(
             "key must be [B, Hkv, L, D] and value [B, Hkv, L, Dv]; got "

@@ -15,6 +15,7 @@ from ...ops import KeyValues
 from ...ops.key_values import held
 from .protocol import (
     Shape,
+    check_sizes,
     checked_counts,
     kept_of,
     outside_inference,
@@ -42,6 +43,9 @@ class StaticKVCache:
         value_dim: Dv; by default D.
         dtype: of keys and values.
         device: where they lie.
+
+    Raises:
+        ArgumentError, DtypeError: sizes that a cache cannot have.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class StaticKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
+        check_sizes(0, batch=batch, capacity=capacity)
+        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
         with outside_inference():
             # Not zeros: pages of memory that no token fills are never touched.
             shape = batch, num_kv_heads, capacity

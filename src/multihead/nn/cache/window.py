@@ -16,6 +16,7 @@ from ...ops import KeyValues
 from ...ops.key_values import held
 from .protocol import (
     Shape,
+    check_sizes,
     first_shape,
     kept_of,
     outside_inference,
@@ -40,6 +41,9 @@ class WindowKVCache:
         window: how many of the newest tokens a query sees, its own included.
         keep_first: how many of the first tokens are kept for good.
 
+    Raises:
+        ArgumentError, DtypeError: sizes that a cache cannot have.
+
     Source: Beltagy et al. 2020 (window); Xiao et al. 2023 (kept first tokens).
     """
 
@@ -49,11 +53,8 @@ class WindowKVCache:
     _oldest: int  # of the tokens that are not kept, the first in memory
 
     def __init__(self, window: int, keep_first: int = 0) -> None:
-        if window < 1 or keep_first < 0:
-            raise ArgumentError(
-                "window must be at least 1 and keep_first at least 0; got "
-                f"window={window}, keep_first={keep_first}."
-            )
+        check_sizes(window=window)
+        check_sizes(0, keep_first=keep_first)
         self.window = window
         self.keep_first = keep_first
         self.reset()
