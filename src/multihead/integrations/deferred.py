@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..ops import library
+from ..ops.tracing import intercepted
 
 _LEAST = 1 << 14  # numbers; what is smaller is copied sooner than wrapped
 
@@ -138,7 +138,7 @@ class Repeats:
             source.numel() * times < _LEAST
             or source.device.type != "cpu"
             or (source.requires_grad and torch.is_grad_enabled())
-            or library.intercepted()
+            or intercepted()
         ):
             return None
         repeated = Repeated(source, times)

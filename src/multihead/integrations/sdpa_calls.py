@@ -15,7 +15,7 @@ from torch import Tensor
 from ..masks import Causal, Dense, KeyPadding, Mask, QueryStart
 from ..ops import dispatch
 from ..ops.attention import attention
-from ..ops.library import PLAIN
+from ..ops.tracing import PLAIN
 from .deferred import Deferred, Repeated
 from .sdpa_masks import Block, Lowered, lower
 

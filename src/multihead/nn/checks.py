@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError
-
-if TYPE_CHECKING:
-    from .rope import Rotation
 
 
 def check_sizes(**sizes: int) -> None:
@@ -117,15 +113,4 @@ def check_positions(positions: Tensor, x: Tensor) -> None:
         raise ArgumentError(
             f"positions must have one number a token of x, shape ({length},) or ({batch}, "
             f"{length}); got {tuple(positions.shape)}."
-        )
-
-
-def check_rotation(rotation: Rotation, lanes: int, interleaved: bool) -> None:
-    """Raises ArgumentError for a rotation of other lanes: another RoPE's, as far as it shows."""
-    turned = 2 * rotation.cos.shape[-1]
-    if (turned, rotation.interleaved) != (lanes, interleaved):
-        raise ArgumentError(
-            f"positions are a rotation of {turned} lanes with interleaved={rotation.interleaved}, "
-            f"but the layer turns {lanes} with interleaved={interleaved}. Write "
-            "layer.rope.rotation(positions, layer.head_dim)."
         )

@@ -23,7 +23,6 @@ from .checks import (
     check_is_context,
     check_number,
     check_positions,
-    check_rotation,
     check_sequence,
     check_share,
     check_sizes,
@@ -31,6 +30,7 @@ from .checks import (
 from .norm import NormFactory, build_norm
 from .options import check_cross, check_rope, check_sinks, check_softcap, checked_window
 from .positions import RoPE, Rotation
+from .rope import check_rotation
 
 
 class MultiHeadAttention(nn.Module):

@@ -248,3 +248,14 @@ def _halves_swapped(x: Tensor) -> Tensor:
 def _check_even(name: str, width: int) -> None:
     if width % 2:
         raise ArgumentError(f"{name} must be even, since lanes turn in pairs; got {width}.")
+
+
+def check_rotation(rotation: Rotation, lanes: int, interleaved: bool) -> None:
+    """Raises ArgumentError for a rotation of other lanes: another RoPE's, as far as it shows."""
+    turned = 2 * rotation.cos.shape[-1]
+    if (turned, rotation.interleaved) != (lanes, interleaved):
+        raise ArgumentError(
+            f"positions are a rotation of {turned} lanes with interleaved={rotation.interleaved}, "
+            f"but the layer turns {lanes} with interleaved={interleaved}. Write "
+            "layer.rope.rotation(positions, layer.head_dim)."
+        )

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ..masks import Mask, MaskParts
-from . import dispatch, library
+from . import dispatch
 from .backends import native
 from .problem import Problem
+from .tracing import PLAIN, intercepted
 
 Form = tuple[Hashable, ...]
 
@@ -44,10 +45,10 @@ def form_of(
 def goes_straight(query: Any, key: Any, value: Any, backend: str) -> bool:
     """Whether the native kernels may be handed these tensors' addresses, dtypes aside."""
     if (
-        library.intercepted()
-        or type(query) not in library.PLAIN
-        or type(key) not in library.PLAIN
-        or type(value) not in library.PLAIN
+        intercepted()
+        or type(query) not in PLAIN
+        or type(key) not in PLAIN
+        or type(value) not in PLAIN
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or not (query.layout is key.layout is value.layout is torch.strided)
         or backend not in ("auto", native.NAME)

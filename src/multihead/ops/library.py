@@ -23,6 +23,7 @@ from .backends import chunked
 from .dropout import Dropout
 from .problem import DIFFERENTIABLE, STATISTICS, ALiBi, Problem
 from .scores import full_precision
+from .tracing import PLAIN, intercepted
 from .weights import pooled_map
 
 _SCHEMA = (
@@ -37,8 +38,6 @@ _SCHEMA = (
 _NAMES = ("out", *STATISTICS, "map")
 _RESULTS = ", ".join(f"Tensor {name}" for name in _NAMES)
 _GRADIENTS = ", ".join(f"Tensor grad_{n}" for n in ("query", "key", "value", "bias", "slopes"))
-
-PLAIN = (Tensor, torch.nn.Parameter)  # types that hold their numbers at `data_ptr()`
 
 _library = torch.library.Library("multihead", "DEF")
 _library.define(f"attend({_SCHEMA}) -> ({_RESULTS})")
@@ -79,15 +78,6 @@ def _computed(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]
 
 def _wanted(problem: Problem) -> tuple[str, ...]:
     return problem.stats if problem.bins is None else (*problem.stats, "map")
-
-
-def intercepted() -> bool:
-    """Whether something traces operators or answers them in their place."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def _needs_operator(tensors: Sequence[Tensor | None]) -> bool:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ..masks import common_size
-from . import dispatch, library
+from . import dispatch
 from .backends import native
 from .problem import ALiBi, Logits
 from .scores import bias_rectangle, distances, full_precision
+from .tracing import PLAIN, intercepted
 
 # Weights formed at a time: 2M float32 are 8 MiB. Blocks eight times smaller, which fit a core's
 # cache, take the same time on a quiet machine but wait eight times as often on a busy one.
@@ -64,9 +65,9 @@ def _has_memory(call: Logits, lse: Tensor) -> bool:
     bias = call.bias.slopes if isinstance(call.bias, ALiBi) else call.bias
     tensors = (call.query, call.key, lse) if bias is None else (call.query, call.key, lse, bias)
     return not (
-        library.intercepted()
+        intercepted()
         or dispatch.transformed()
-        or any(type(tensor) not in library.PLAIN for tensor in tensors)
+        or any(type(tensor) not in PLAIN for tensor in tensors)
         or native.reasons(call)
     )
 
