@@ -199,6 +199,28 @@ def check(kind: str, name: str, dtype: torch.dtype, heads: int) -> None:
     assert_close(found, flat(parts[torch.float64]), flat(parts[dtype]), what=f"{kind}, {name}")
 
 
+def test_a_window_keeps_the_first_columns_of_padded_rows_in_every_call():
+    """By single tokens, in chunks and at once: also where padding hides what is kept."""
+    query, key, value = draw_qkv((2, 4, 9, 5), (2, 2, 9, 5))
+    visible, outs = torch.tensor([[3], [0]]) <= torch.arange(9), []
+    for cuts in ((0, 9), range(10), (0, 4, 9), (0, 7, 8, 9)):
+        cache, parts = mh.WindowKVCache(3, keep_first=2), []
+        for begin, end in itertools.pairwise(cuts):
+            kv = cache.update(key[:, :, begin:end], value[:, :, begin:end])
+            mask = mh.Causal() & mh.KeyPadding(visible[:, :end])
+            parts.append(mh.attention(query[:, :, begin:end], kv, mask=mask))
+        outs.append(torch.cat(parts, dim=2))
+    sees = mh.Causal() & mh.Dense(visible[:, None, None]) & mh.Window(2, 0, keep_first=2)
+    exact, plain = (
+        mh.attention(
+            query.to(dtype), key.to(dtype), value.to(dtype), mask=sees, backend="reference"
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    for out in outs:
+        assert_close(out, exact, plain)
+
+
 def test_a_window_takes_masks_for_all_tokens():
     query, key, value = draw_qkv((1, 2, 9, 5), (1, 2, 9, 5))
     cache = mh.WindowKVCache(4)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError
 from ...masks import Mask, Positions, Window
+from ...masks.lowering import Lowering
 from ...ops import KeyValues
 from ...ops.key_values import held
 from .protocol import (
@@ -106,6 +107,8 @@ class WindowKVCache:
             new = self.positions(count).to(columns.dtype)
             columns = torch.cat((columns, new))
             frame = frame & Positions(new, columns)
+        elif self.keep_first:
+            frame = frame & _ByColumn()
         self._store(self._memory, key, value)
         return held(key=keys, value=values, frame=frame, columns=columns)
 
@@ -193,6 +196,18 @@ class WindowKVCache:
             key, value = key.index_select(2, slots), value.index_select(2, slots)
             columns = columns.index_select(0, slots)
         return held(key=key, value=value, columns=columns)
+
+
+class _ByColumn(Mask):
+    """The frame that a call has anyway, spelled out.
+
+    Padding then does not move the kept tokens to others, which later calls don't find in memory.
+    """
+
+    def add_to(self, lowering: Lowering) -> None:
+        columns = torch.arange(lowering.key_length, device=lowering.device)
+        first = lowering.key_length - lowering.query_length
+        lowering.set_positions(torch.arange(first, lowering.key_length).to(columns), columns)
 
 
 @dataclass
