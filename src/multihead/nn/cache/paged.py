@@ -124,7 +124,7 @@ class PagedKVCache:
         batch: B.
         num_kv_heads: Hkv.
         head_dim: D.
-        value_dim: Dv; by default D.
+        value_dim: Dv; by default D. 0 where `LatentKVCache` wraps the cache.
         page_size: tokens of a page. The native kernel reads pages of a multiple of 64 in place,
             and copies 64 tokens at a time from others.
         num_pages: pages of the pool, for all rows and forks together; by default it grows.
@@ -150,8 +150,8 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(0, batch=batch)
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+        check_sizes(0, batch=batch, value_dim=value_dim)
+        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_sizes(page_size=page_size, num_pages=1 if num_pages is None else num_pages)
         self._shape = Shape(batch, num_kv_heads, head_dim, value_dim, dtype, torch.device(device))
         fixed = num_pages is not None

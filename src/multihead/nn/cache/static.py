@@ -40,7 +40,7 @@ class StaticKVCache:
         num_kv_heads: Hkv.
         capacity: tokens that each row has room for.
         head_dim: D.
-        value_dim: Dv; by default D.
+        value_dim: Dv; by default D. 0 where `LatentKVCache` wraps the cache.
         dtype: of keys and values.
         device: where they lie.
 
@@ -60,8 +60,8 @@ class StaticKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(0, batch=batch, capacity=capacity)
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+        check_sizes(0, batch=batch, capacity=capacity, value_dim=value_dim)
+        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim)
         with outside_inference():
             # Not zeros: pages of memory that no token fills are never touched.
             shape = batch, num_kv_heads, capacity
