@@ -48,6 +48,7 @@ PACKED = {
 UNKNOWN = {
     "either": hf.or_masks(hf.causal_mask_function, _odd_keys),
     "both": hf.and_masks(hf.causal_mask_function, _odd_keys),
+    "no_window": hf.sliding_window_causal_mask_function(0),  # Qwen2-MoE's, which no layer reads
     "chunked": hf.chunked_causal_mask_function(3, torch.tensor([0, 2])),
     "blocks": hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(IDS)),
     "positions_alone": hf.remap_positions_for_packed_sequence(hf.causal_mask_function, POSITIONS),

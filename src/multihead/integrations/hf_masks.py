@@ -113,7 +113,8 @@ def _recognize(function: MaskFunction) -> tuple[Mask, ...] | None:
     if function is _hf.bidirectional_mask_function:
         return ()
     code, inside = _code(function), _closure(function)
-    if code is _WINDOW:
+    # Qwen2-MoE prepares a window of 0, which no layer reads, where its config has no windows.
+    if code is _WINDOW and inside["sliding_window"] > 0:
         return (Window(inside["sliding_window"] - 1, None),)
     if code is _TWO_SIDED_WINDOW:
         return (Window(inside["sliding_window"], inside["sliding_window"]),)
