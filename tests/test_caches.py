@@ -457,6 +457,9 @@ def test_capacity_of_even_rows():
         cache.update(*tokens(1, 1), query_lengths=torch.tensor([1, 2]))
     with pytest.raises(mh.ArgumentError, match=r"\[B\] = \[2\]"):
         cache.update(*tokens(1, 1), query_lengths=torch.tensor([1]))
+    for wrong in ([1, 1], torch.tensor([0.5, 1.0]), torch.tensor([True, False])):
+        with pytest.raises(mh.DtypeError, match="must be a tensor of integers"):
+            cache.update(*tokens(1, 1), query_lengths=wrong)
 
 
 # --- pages ---------------------------------------------------------------------------------------

@@ -187,6 +187,13 @@ def kept_of(length: int, held: int) -> int:
 
 def checked_counts(query_lengths: Tensor, batch: int, most: int) -> Tensor:
     """`query_lengths` of an update as int32 [B]; raises where they are not the rows' counts."""
+    if (
+        not isinstance(query_lengths, Tensor)
+        or query_lengths.is_floating_point()
+        or query_lengths.dtype == torch.bool
+    ):
+        given = query_lengths.dtype if isinstance(query_lengths, Tensor) else type(query_lengths)
+        raise DtypeError(f"query_lengths must be a tensor of integers [B]; got {given}.")
     if query_lengths.shape != (batch,):
         raise ArgumentError(
             f"query_lengths must be [B] = [{batch}]; got shape {list(query_lengths.shape)}."
