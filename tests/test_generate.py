@@ -285,6 +285,16 @@ def test_half_precision():
     assert logits_of(model, PROMPTS).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ["growing", "static", "paged"])
+def test_autocast(kind):
+    """Keys and values come in its dtype, also to memory that is taken before."""
+    model = tiny.language_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits_of(model, PROMPTS, cache=kind)
+        expected = logits_of(model, PROMPTS)
+    assert torch.equal(found, expected)
+
+
 def test_no_new_tokens():
     model = tiny.language_model()
     assert generate(model, PROMPTS[0], max_new_tokens=0) == [[]]

@@ -177,9 +177,10 @@ class LanguageModel(nn.Module):
             ArgumentError: an unknown kind, or a capacity missing.
         """
         weight = self.embedding.weight
-        return build_caches(
-            self.config.layers, kind, batch, capacity, dtype=weight.dtype, device=weight.device
-        )
+        dtype, device = weight.dtype, weight.device
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)  # that of keys and values there
+        return build_caches(self.config.layers, kind, batch, capacity, dtype=dtype, device=device)
 
     def _positions(
         self,
