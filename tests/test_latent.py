@@ -312,6 +312,13 @@ def test_an_adapter_is_not_passed_by() -> None:
         it(x, form="absorbed")
 
 
+def test_the_rotation_of_another_rope_is_refused() -> None:
+    it, x = layer(), inputs()
+    rotation = mh.RoPE().rotation(torch.arange(x.shape[1]), it.rope_dim)
+    with pytest.raises(mh.ArgumentError, match="interleaved=False"):
+        it(x, positions=rotation)
+
+
 @torch.no_grad()
 def test_hooks_fire_in_either_case() -> None:
     it, x = layer(), inputs()

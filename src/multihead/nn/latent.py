@@ -21,7 +21,7 @@ from . import convert_latent
 from .checks import check_number, check_positions, check_sequence, check_sizes
 from .latent_cache import LatentKVCache
 from .packed_linear import PackedLinear
-from .rope import RoPE, Rotation
+from .rope import RoPE, Rotation, check_rotation
 
 Form = Literal["materialized", "absorbed"]
 
@@ -290,7 +290,9 @@ class LatentAttention(nn.Module):
         form: Form | None,
     ) -> None:
         check_sequence("x", x, "embed_dim", self.embed_dim)
-        if isinstance(positions, Tensor):
+        if isinstance(positions, Rotation):
+            check_rotation(positions, self.rope.width(self.rope_dim), self.rope.interleaved)
+        elif positions is not None:
             check_positions(positions, x)
         if cache is not None and not isinstance(cache, LatentKVCache):
             raise DtypeError(
