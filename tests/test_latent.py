@@ -312,6 +312,19 @@ def test_an_adapter_is_not_passed_by() -> None:
         it(x, form="absorbed")
 
 
+@torch.no_grad()
+def test_a_forward_in_the_place_of_the_layers_own_is_not_passed_by() -> None:
+    it, x = layer(), inputs()
+    weight = it.kv_up_proj.weight
+    it.kv_up_proj.forward = lambda latent: 2 * nn.functional.linear(latent, weight)  # type: ignore[method-assign]
+    whole = it(x, mask=mh.Causal())
+    cache = mh.LatentKVCache(10)
+    parts = [it(part, mask=mh.Causal(), cache=cache) for part in x.split((6, 1), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-5)
+    with pytest.raises(mh.ArgumentError, match="pass by"):
+        it(x, form="absorbed")
+
+
 def test_the_rotation_of_another_rope_is_refused() -> None:
     it, x = layer(), inputs()
     rotation = mh.RoPE().rotation(torch.arange(x.shape[1]), it.rope_dim)

@@ -269,7 +269,9 @@ class LatentAttention(nn.Module):
         """Whether `kv_up_proj` does nothing but multiply with its weight."""
         module = self.kv_up_proj
         hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        return type(module) in (nn.Linear, PackedLinear) and module.bias is None and not hooks
+        if hooks or "forward" in module.__dict__:
+            return False
+        return type(module) in (nn.Linear, PackedLinear) and module.bias is None
 
     def _rotation(
         self, x: Tensor, cache: LatentKVCache | None, positions: Tensor | Rotation | None
