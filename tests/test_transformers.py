@@ -1,5 +1,6 @@
 """The transformers integration: masks, silent defaults, setting and restoring."""
 
+import copy
 import sys
 
 import pytest
@@ -104,6 +105,14 @@ def test_a_prepared_mask_comes_back_as_it_is():
     prepared = mask_forward(2, 3, 5, q_offset=2)
     assert prepared.ndim == 4
     assert mask_forward(2, 3, 5, attention_mask=prepared) is prepared
+
+
+def test_a_model_that_reads_its_mask_is_told_the_other_way():
+    prepared = mask_forward(2, 3, 5, q_offset=2)
+    assert not hasattr(prepared, "dtype")
+    with pytest.raises(AttributeError, match="'dtype' of its attention mask"):
+        _ = prepared.dtype
+    assert copy.copy(prepared).shape == (2, 1, 3, 5)
 
 
 def test_padding_that_hides_nothing_is_left_out():

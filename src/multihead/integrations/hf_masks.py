@@ -55,6 +55,12 @@ class PreparedMask:
         """The number of dimensions, which tells transformers that this is not a padding mask."""
         return len(self.shape)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"This model reads {name!r} of its attention mask, which multihead keeps as a rule and "
+            "not as a tensor. Set the model to 'sdpa' and use multihead.replace_sdpa(model)."
+        )
+
 
 def mask_forward(
     batch_size: int,
