@@ -65,6 +65,7 @@ def test_shapes_that_are_refused(
         ({"sinks": zeros(2)}, mh.ArgumentError, "(4,)"),
         ({"sinks": torch.ones(4, dtype=torch.int32)}, mh.DtypeError, "float tensor [H]"),
         ({"dropout_p": 1.5}, mh.ArgumentError, "between 0 and 1"),
+        ({"dropout_p": True}, mh.ArgumentError, "a number from 0 to 1"),
         ({"dropout_p": "0.1%"}, mh.ArgumentError, "0 means no dropout"),
         ({"dropout_p": 0.1, "backend": "native"}, mh.BackendError, "no dropout yet"),
         ({"backend": "flash"}, mh.ArgumentError, "auto, native, chunked, reference"),

@@ -385,6 +385,8 @@ def checked_dropout(dropout_p: float) -> float:
     """The probability as a float; raises ArgumentError for what is none."""
     if type(dropout_p) is float and dropout_p == 0:
         return dropout_p
+    if isinstance(dropout_p, bool):
+        raise ArgumentError(f"dropout_p must be a number from 0 to 1; got {dropout_p}.")
     number = _checked_number(dropout_p, "dropout_p", "0 means no dropout.")
     if not 0 <= number <= 1:
         raise ArgumentError(f"dropout_p must lie between 0 and 1; got {dropout_p}.")
