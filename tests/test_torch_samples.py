@@ -7,7 +7,6 @@ explicit; what has no counterpart is counted.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -171,9 +170,14 @@ def test_gradients(dtype: torch.dtype) -> None:
         assert_close(*together(each), factor=3.0, what=f"gradient of {name}")
 
 
-def test_what_torch_drops_out_is_refused() -> None:
-    for sample in samples(torch.float32):
-        p = sample.arguments["dropout_p"]
-        refused = pytest.raises(mh.BackendError, match="dropout") if p else contextlib.nullcontext()
-        with refused:
-            mh.attention(*_four_axes(sample.tensors), dropout_p=p)
+def test_what_torch_drops_out_the_definition_drops_too() -> None:
+    dropping = [it for it in samples(torch.float32) if it.arguments["dropout_p"]]
+    assert dropping
+    for sample in dropping:
+        outs = []
+        for backend, dtype in (("auto", None), ("reference", torch.float64), ("reference", None)):
+            torch.manual_seed(5)
+            tensors = [x.to(dtype) for x in _four_axes(sample.tensors)]
+            p = sample.arguments["dropout_p"]
+            outs.append(mh.attention(*tensors, dropout_p=p, backend=backend))
+        assert_close(*outs)
