@@ -141,14 +141,20 @@ def not_measurable(document: Document) -> str:
 
 
 def losses(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A sentence that names every row in which another is faster."""
-    found = []
+    """Sentences that name every row in which another, or another form of ours, is faster."""
+    others: list[str] = []
+    forms: list[str] = []
     for row in rows:
         faster = [name for name in row["ratios"] if row["ratios"][name] < 1]
-        others = [name for name in faster if not name.startswith(OURS)]
-        if others:
-            found.append(f"{call(row)}, {row['dtype']} ({', '.join(others)})")
-    return f"Slower than another: {'; '.join(found)}.\n" if found else "Slower than none here.\n"
+        for names, own in ((others, False), (forms, True)):
+            if these := [name for name in faster if name.startswith(OURS) == own]:
+                names.append(f"{call(row)}, {row['dtype']} ({', '.join(these)})")
+    said = [
+        f"Slower than another: {'; '.join(others)}." if others else "Slower than no other here."
+    ]
+    if forms:
+        said.append(f"Slower than another form of our own: {'; '.join(forms)}.")
+    return " ".join(said) + "\n"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

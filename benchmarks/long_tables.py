@@ -56,7 +56,10 @@ def agreement_block(documents: Sequence[Document]) -> str:
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     **{
         name: partial(contests_block, name)
-        for name in ("prefill", "window", "packed", "decode", "small", "grouped", "layer", "models")
+        for name in (
+            *("prefill", "window", "packed", "decode", "small", "grouped"),
+            *("layer", "models", "generation"),
+        )
     },
     "agreement": agreement_block,
     "overhead": overhead_block,

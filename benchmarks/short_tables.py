@@ -60,7 +60,7 @@ def layer_block(documents: Sequence[Document]) -> str:
 
 def models_block(documents: Sequence[Document]) -> str:
     """For each machine a line for each whole model, ours beside every other."""
-    found = of_suite(documents, "models")
+    found = [it for name in ("models", "generation") for it in of_suite(documents, name)]
     return "\n".join(map(_models_section, found)) if found else NOTHING
 
 

@@ -20,8 +20,8 @@ from multihead.bench.case import Case
 from multihead.bench.suites import (
     SUITES,
     agreement,
-    continuing,
     decode,
+    generation,
     grouped,
     layer,
     masked,
@@ -68,15 +68,17 @@ def test_the_suites_have_the_shapes_that_are_promised() -> None:
         "modernbert-8192-bfloat16",
         "gemma3-8192-bfloat16",
         "bert-16x512-padded-bfloat16",
-        "smollm2-generate-batch-16-float32",
         *(f"smollm2-prefill-{n}-{t}" for n in (2048, 8000) for t in ("bfloat16", "float32")),
+    } == set(names["models"])
+    assert {
+        "smollm2-generate-batch-16-float32",
         *(
             f"smollm2-decode-{batch}x{context}-{dtype}"
             for batch in (1, 8)
             for context in (128, 4096)
             for dtype in ("bfloat16", "float32")
         ),
-    } == set(names["models"])
+    } == set(names["generation"])
 
 
 def first(module: object, name: str, setting: contest.Setting = SETTING) -> dict[str, object]:
@@ -242,11 +244,18 @@ def test_a_whole_model_is_timed_and_checked(name: str) -> None:
     assert contest.TORCH in lines[1]
 
 
+def test_a_processor_without_products_of_bfloat16_runs_no_long_text_in_it() -> None:
+    without = contest.Limits(fma=1.0, dpbf16=None, amx=None)
+    assert "no products of bfloat16" in (whole.too_slow(torch.bfloat16, without) or "")
+    for dtype, dpbf16 in ((torch.float32, None), (torch.bfloat16, 2.0)):
+        assert whole.too_slow(dtype, contest.Limits(fma=1.0, dpbf16=dpbf16, amx=None)) is None
+
+
 @pytest.mark.parametrize("name", ["decode-8x16-float32", "decode-1x24-bfloat16"])
 def test_decoding_is_timed_and_checked(name: str) -> None:
     require("native")
     require("models")
-    entry = first(models, name)
+    entry = first(generation, name)
     assert entry["tokens"] == entry["kind"].count("8x") * 56 + 8
     assert entry["errors"][contest.OURS] <= 2 * entry["errors"][contest.TORCH] + 2**-7
     assert llama.NAME not in entry["ratios"], "its file has other weights than a small model"
@@ -259,8 +268,8 @@ def test_a_decoder_forgets_what_it_read() -> None:
     with torch.inference_mode():
         expected = model(ids).logits[:, -1].expand(3, -1)
         for decoder in (
-            continuing.Transformers(model, "sdpa", ids, batch=3, context=9),
-            continuing.Own(whole.own(model), ids, batch=3, context=9),
+            generation.Transformers(model, "sdpa", ids, batch=3, context=9),
+            generation.Own(whole.own(model), ids, batch=3, context=9),
         ):
             once = decoder.run()
             assert torch.equal(decoder.run(), once)
@@ -272,13 +281,13 @@ def test_llama_cpp_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch
     ids, declined = torch.arange(9)[None], {}
     monkeypatch.setattr(llama, "is_installed", lambda: False)
     with pytest.raises(contest.Declined, match="llama-cpp-python is not installed"):
-        continuing._llama(ids, 1, 5, 1, declined)
+        generation._llama(ids, 1, 5, 1, declined)
     made = []
     monkeypatch.setattr(llama, "is_installed", lambda: True)
     monkeypatch.setattr(llama, "Llama", lambda *_, reordered: made.append(reordered))
     for failure in ("does not run here: its process ends with signal 11", None):
         monkeypatch.setattr(llama, "fails_reordered", lambda threads, failure=failure: failure)
-        continuing._llama(ids, 1, 5, 1, declined)
+        generation._llama(ids, 1, 5, 1, declined)
     assert made == [False, True]
     assert declined == {llama.REORDERED: "does not run here: its process ends with signal 11"}
 
@@ -286,15 +295,15 @@ def test_llama_cpp_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch
 def test_requests_in_one_batch_give_the_same_tokens() -> None:
     require("native")
     require("models")
-    entry = first(models, "generate-batch")
+    entry = first(generation, "generate-batch")
     assert entry["same_tokens"] >= 0.9
     assert f"{100 * entry['same_tokens']:.1f} % of the tokens the same" in next(show.lines(entry))
 
 
 def test_tokens_are_compared_up_to_the_first_other_one() -> None:
-    assert continuing._same([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == 1
-    assert continuing._same([[1, 9, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == pytest.approx(3 / 5)
-    assert continuing._same([[1]], [[1, 2]]) == 0.5
+    assert generation._same([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == 1
+    assert generation._same([[1, 9, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == pytest.approx(3 / 5)
+    assert generation._same([[1]], [[1, 2]]) == 0.5
 
 
 def test_a_whole_model_that_is_wrong_has_no_time() -> None:
@@ -315,8 +324,12 @@ def test_a_model_that_is_absent_is_no_failure(monkeypatch: pytest.MonkeyPatch) -
         raise ModelError("The model is not here.")
 
     monkeypatch.setattr(whole, "smollm2", absent)
-    for name in ("prefill-64-bf", "decode-1x16-bf", "generate-batch"):
-        entry = first(models, name)
+    for suite, name in (
+        (models, "prefill-64-bf"),
+        (generation, "decode-1x16-bf"),
+        (generation, "generate-batch"),
+    ):
+        entry = first(suite, name)
         assert "not measurable here: The model is not here." in next(show.lines(entry))
 
 

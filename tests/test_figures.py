@@ -154,7 +154,7 @@ def test_a_table_has_what_makes_a_ratio_believable() -> None:
         assert part in block
     assert "dpbf16 not measurable here" in block
     assert "full-1024-d64-float16 (It computes float32)" in block
-    assert "Slower than none here." in block
+    assert "Slower than no other here." in block
     assert "Not measured: x86-64 with AMX" in block
     assert "x86-64 with AVX2" not in block.partition("Not measured:")[2]
 
@@ -178,7 +178,10 @@ def test_ours_in_another_way_is_no_peer() -> None:
     grouped = row("grouped-16-2", heads=16, kv_heads=2)
     grouped["ratios"] = {"multihead expanded": 0.8, "torch": 2.0, "torch expanded": 1.5}
     assert cells.best_peer(grouped) == "torch expanded"
-    assert cells.losses([grouped]) == "Slower than none here.\n"
+    assert cells.losses([grouped]) == (
+        "Slower than no other here. Slower than another form of our own: "
+        "16/2 heads, 1024, float32 (multihead expanded).\n"
+    )
     assert "| 16/2 heads, 1024 |" in short_tables.calls_block([document("grouped", grouped)])
 
 
@@ -255,7 +258,7 @@ def test_a_whole_model_tells_tokens_a_second() -> None:
     block = short_tables.models_block([document("models", entry)])
     (line,) = lines_of(block, "| SmolLM2, decoding | float32 |")
     assert "2.00 ms (1.80-2.40, n 9) | 123 tokens/s | 3.00x torch, 1.20x zentorch" in line
-    assert "Slower than none here." in block
+    assert "Slower than no other here." in block
     longer = long_tables.contests_block("models", [document("models", entry)])
     assert "123 tokens/s, 99.5 % of the tokens are torch's" in longer
     assert "| torch | 6.00 ms (5.40-7.20, n 9) | 3.00x | 2.0e-07 | 41.1 tokens/s |" in longer

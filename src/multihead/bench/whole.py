@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from multihead.bench.case import Entry
 from multihead.bench.contest import OURS, ratios
+from multihead.bench.limits import Limits
 from multihead.bench.timing import Timing
 from multihead.heads.text import built_in, tokenize
 from multihead.integrations import load
@@ -172,6 +173,28 @@ def in_higher(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     higher = copy.deepcopy(model).to(HIGHER[dtype])
     higher.set_attn_implementation("sdpa")  # type: ignore[operator]
     return higher
+
+
+def too_slow(dtype: torch.dtype, limits: Limits) -> str | None:
+    """Why this processor takes minutes for a long text in `dtype`; None if it does not.
+
+    Without instructions for it torch's linear layers take ten times as long in bfloat16 as in
+    float32, and nobody would run a model so.
+    """
+    if dtype is torch.bfloat16 and limits.dpbf16 is None and limits.amx is None:
+        return "this processor has no products of bfloat16"
+    return None
+
+
+class Kept:
+    """A call whose last result stays, so that what was timed is what is checked."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.result: Any = None
+
+    def __call__(self) -> None:
+        self.result = self._call()
 
 
 def register() -> None:

@@ -32,6 +32,7 @@ SUITES = (
     "grouped",
     "layer",
     "models",
+    "generation",
     "agreement",
     "overhead",
     "memory",

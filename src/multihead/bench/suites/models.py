@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from multihead.bench import whole
 from multihead.bench.case import Entry
 from multihead.bench.contest import OURS, TORCH, Setting
-from multihead.bench.suites import continuing
 from multihead.bench.suites.row import Row
 from multihead.bench.timing import alternate
 from multihead.bench.verify import differing, judge_whole
-from multihead.bench.whole import OWN, OWN_PREPACKED, PREPACKED, compared, register
+from multihead.bench.whole import OWN, OWN_PREPACKED, PREPACKED, Kept, compared, register
 from multihead.errors import MissingExtraError, ModelError
 from multihead.models import LanguageModel
 from multihead.nn import prepack
@@ -54,9 +53,10 @@ class Pass:
 
 
 def rows(*, quick: bool) -> list[Row]:
-    """Encoders and prefills, requests of mixed length in one batch, and decoding."""
-    passes = [*_encoders(quick), *_prefills(quick)]
-    return [*(Row(it.name, partial(_measure, it)) for it in passes), *continuing.rows(quick=quick)]
+    """Encoders and prefills."""
+    return [
+        Row(it.name, partial(_measure, it, quick)) for it in (*_encoders(quick), *_prefills(quick))
+    ]
 
 
 def _encoders(quick: bool) -> list[Pass]:
@@ -118,7 +118,7 @@ def _prefills(quick: bool) -> list[Pass]:
     ]
 
 
-def _measure(it: Pass, setting: Setting) -> Entry:
+def _measure(it: Pass, quick: bool, setting: Setting) -> Entry:
     entry: Entry = {
         "name": it.name,
         "kind": it.kind,
@@ -126,6 +126,9 @@ def _measure(it: Pass, setting: Setting) -> Entry:
         "dtype": it.dtype_name,
         "tokens": it.tokens,
     }
+    reason = None if quick else whole.too_slow(it.dtype, setting.limits)
+    if reason is not None:
+        return {**entry, "not_measurable": reason}
     try:
         model = it.build()
         register()
@@ -144,9 +147,10 @@ def _measure(it: Pass, setting: Setting) -> Entry:
     }
     if it.decodes:
         calls |= _for_decoders(it, model, inputs["input_ids"], call, entry)
+    kept = {name: Kept(function) for name, function in calls.items()}
     with torch.inference_mode():
-        times = alternate(calls, seconds=_MORE_TIME * setting.seconds, least=_LEAST)
-        results = {name: function() for name, function in calls.items()}
+        times = alternate(kept, seconds=_MORE_TIME * setting.seconds, least=_LEAST)
+        results = {name: function.result for name, function in kept.items()}
         right = call(whole.in_higher(model, it.dtype), "sdpa")
     visible = inputs.get("attention_mask")
     errors = {name: differing(out, right, visible) for name, out in results.items()}

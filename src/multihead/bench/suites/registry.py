@@ -9,6 +9,7 @@ from multihead.bench.peers import FLEX, PEERS
 from multihead.bench.suites import (
     agreement,
     decode,
+    generation,
     grouped,
     inspection,
     layer,
@@ -52,6 +53,7 @@ SUITES: dict[str, Suite] = {
         Suite("grouped", "16 query heads on 2 KV heads", grouped.rows),
         Suite("layer", "one layer at inference, projections included", layer.rows),
         Suite("models", "whole models, and nothing changed but who attends", models.rows),
+        Suite("generation", "texts that go on: decoding, requests together", generation.rows),
         Suite("agreement", "what a token's logits owe to the batch and to the cut", agreement.rows),
         Suite("overhead", "what a feature adds to the plain call", overhead.rows),
         Suite("memory", "resident size beyond inputs and outputs, fresh processes", memory.rows),

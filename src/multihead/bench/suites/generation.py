@@ -1,9 +1,9 @@
-"""Rows of the suite `models` in which texts go on: token by token, and requests in one batch."""
+"""The suite `generation`: texts that go on, token by token, and requests in one batch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -19,7 +19,7 @@ from multihead.bench.contest import OURS, TORCH, Declined, Setting
 from multihead.bench.suites.row import Row
 from multihead.bench.timing import alternate
 from multihead.bench.verify import differing, judge_whole
-from multihead.bench.whole import OWN, OWN_PREPACKED, PREPACKED, compared, register
+from multihead.bench.whole import OWN, OWN_PREPACKED, PREPACKED, Kept, compared, register
 from multihead.errors import BackendError, MissingExtraError, ModelError
 from multihead.integrations.sdpa import replace_sdpa
 from multihead.models import LanguageModel
@@ -195,7 +195,7 @@ def _decode(case: Decoding, quick: bool, setting: Setting) -> Entry:
 
 def _requests(quick: bool, setting: Setting) -> Entry:
     """transformers' `generate_batch`, as it is and with torch's attention replaced by ours."""
-    longest, new = (24, 4) if quick else (1024, 32)
+    longest, new = (24, 4) if quick else (512, 16)
     entry: Entry = {
         "name": "smollm2-generate-batch-16-float32",
         "kind": "smollm2-generate-batch-16",
@@ -219,10 +219,10 @@ def _requests(quick: bool, setting: Setting) -> Entry:
         with replace_sdpa(model):
             return _generated(model, prompts, new)
 
-    calls: Mapping[str, Callable[[], list[list[int]]]] = {OURS: ours, TORCH: plain}
+    calls = {OURS: Kept(ours), TORCH: Kept(plain)}
     model.set_attn_implementation("sdpa")  # type: ignore[operator]
     times = alternate(calls, seconds=setting.seconds, least=_LEAST)
-    found, expected = ours(), plain()
+    found, expected = calls[OURS].result, calls[TORCH].result
     same = _same(found, expected)
     if same < _SAME_TOKENS:
         raise BackendError(
