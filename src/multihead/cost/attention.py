@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from multihead.cost.checks import check_counts
 from multihead.errors import ArgumentError
 
 _BYTES = {
@@ -30,15 +31,6 @@ def dtype_bytes(dtype: object) -> int:
             f"dtype is {dtype!r}, but its size is not known here; use one of {', '.join(_BYTES)}."
         )
     return _BYTES[name]
-
-
-def check_counts(**counts: int) -> None:
-    """Raise ArgumentError unless every value is an integer, zero or more."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentError(f"{name} must be an integer, got {value!r}.")
-        if value < 0:
-            raise ArgumentError(f"{name} must be 0 or more, got {value}.")
 
 
 def attention_parameters(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from multihead.cost.attention import attention_parameters, check_counts, dtype_bytes
+from multihead.cost.attention import attention_parameters, dtype_bytes
+from multihead.cost.checks import check_counts
 from multihead.errors import ArgumentError
 
 _PLAIN_MODEL_TYPES = ("llama", "mistral")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from multihead.cost.attention import (
-    check_counts,
     score_products,
     score_table_bytes,
     value_products,
 )
+from multihead.cost.checks import check_counts
 from multihead.cost.decoder import DecoderConfig
 from multihead.errors import ArgumentError
 

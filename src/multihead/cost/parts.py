@@ -1,0 +1,313 @@
+"""The parts of a layer as plain integers: matrices, norms and attention.
+
+Torch and transformers have no part in these frozen dataclasses. Each tells its matrices as
+`Projection`s and its other parameters by name, and all counts follow from these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from multihead.cost.checks import check_counts, check_sizes
+from multihead.errors import ArgumentError
+
+Norm = Literal["rms", "layer", "layer_unbiased", "none"]
+"""What a norm trains: a gain ("rms", "layer_unbiased"), a gain and a bias ("layer"), nothing."""
+
+_NORM_WEIGHTS: dict[str, int] = {"rms": 1, "layer": 2, "layer_unbiased": 1, "none": 0}
+
+
+def norm_parameters(norm: Norm, width: int) -> int:
+    """Parameters of one norm over `width` lanes."""
+    return _NORM_WEIGHTS[norm] * width
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One matrix that tokens are multiplied with: `inputs` x `outputs`, perhaps with a bias.
+
+    `part` is what the counts file it under: "q", "k", "v", "o", "kv" where one matrix makes
+    both, "feed_forward", "router" or "head". `reads` tells which tokens it multiplies: the
+    queries, or those whose keys and values are made.
+    """
+
+    part: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    reads: Literal["queries", "keys"] = "queries"
+
+    @property
+    def weights(self) -> int:
+        """Numbers of the matrix, which are also the multiply-adds of one token."""
+        return self.inputs * self.outputs
+
+    @property
+    def biases(self) -> int:
+        """Numbers of the bias."""
+        return self.outputs if self.bias else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Multi-head attention with a cache of keys and values: MHA, GQA or MQA.
+
+    Attributes:
+        embed_dim: width of the stream that it reads and adds to.
+        heads, kv_heads: query heads, and the key and value heads that they share.
+        head_dim, value_dim: width of a head's queries and keys, and of its values.
+        context_dim: width of the sequence that a cross-attention reads; None is self-attention.
+        q_bias, k_bias, v_bias, o_bias: which projections have a bias.
+        qk_norm: parameters of the norms of queries and keys together, 0 for none.
+        sinks: a trained logit for each head.
+        window: how many of the newest keys a query sees, its own included; None is all.
+        window_ahead: how many keys after its own a query with a window sees; for encoders.
+        bias_table: parameters of a table of score biases (T5), 0 for none.
+
+    Raises:
+        ArgumentError: a size below 1, or KV heads that do not divide the heads.
+    """
+
+    embed_dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    context_dim: int | None = None
+    q_bias: bool = False
+    k_bias: bool = False
+    v_bias: bool = False
+    o_bias: bool = False
+    qk_norm: int = 0
+    sinks: bool = False
+    window: int | None = None
+    window_ahead: int = 0
+    bias_table: int = 0
+
+    def __post_init__(self) -> None:
+        check_sizes(embed_dim=self.embed_dim, heads=self.heads, kv_heads=self.kv_heads)
+        check_sizes(head_dim=self.head_dim, value_dim=self.value_dim)
+        check_counts(qk_norm=self.qk_norm, bias_table=self.bias_table)
+        check_counts(window_ahead=self.window_ahead)
+        if self.context_dim is not None:
+            check_sizes(context_dim=self.context_dim)
+        _check_window(self.window)
+        if self.heads % self.kv_heads:
+            raise ArgumentError(
+                f"heads is {self.heads} and kv_heads is {self.kv_heads}: each KV head serves a "
+                "group of query heads, so kv_heads must divide heads."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        embed_dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        *,
+        bias: bool = False,
+        window: int | None = None,
+    ) -> Self:
+        """With the usual defaults: as many KV heads as heads, each `embed_dim / heads` wide.
+
+        Raises ArgumentError where heads do not divide embed_dim and no head_dim is given.
+        """
+        check_sizes(embed_dim=embed_dim, heads=heads)
+        if head_dim is None:
+            if embed_dim % heads:
+                raise ArgumentError(
+                    f"embed_dim {embed_dim} is not a multiple of heads {heads}; "
+                    "say head_dim where a head is not embed_dim / heads wide."
+                )
+            head_dim = embed_dim // heads
+        return cls(
+            embed_dim,
+            heads,
+            heads if kv_heads is None else kv_heads,
+            head_dim,
+            head_dim if value_dim is None else value_dim,
+            q_bias=bias,
+            k_bias=bias,
+            v_bias=bias,
+            o_bias=bias,
+            window=window,
+        )
+
+    @property
+    def kind(self) -> str:
+        """ "mha", "gqa" or "mqa"."""
+        if self.kv_heads == self.heads:
+            return "mha"
+        return "mqa" if self.kv_heads == 1 else "gqa"
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Queries, keys, values and output."""
+        keys, values = self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
+        source = self.embed_dim if self.context_dim is None else self.context_dim
+        return (
+            Projection("q", self.embed_dim, self.heads * self.head_dim, self.q_bias),
+            Projection("k", source, keys, self.k_bias, "keys"),
+            Projection("v", source, values, self.v_bias, "keys"),
+            Projection("o", self.heads * self.value_dim, self.embed_dim, self.o_bias),
+        )
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of the norms of queries and keys."""
+        return self.qk_norm
+
+    @property
+    def other_parameters(self) -> int:
+        """Sinks, and the table of score biases."""
+        return self.bias_table + (self.heads if self.sinks else 0)
+
+    @property
+    def score_lanes(self) -> int:
+        """Multiply-adds of one query-key pair of one head in Q K^T."""
+        return self.head_dim
+
+    @property
+    def value_lanes(self) -> int:
+        """Multiply-adds of one query-key pair of one head in P V."""
+        return self.value_dim
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers that a cache keeps of one token."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA): a cache keeps one latent and one rotated key a token.
+
+    Attributes:
+        embed_dim, heads: as in `Attention`.
+        latent_dim: width of the latent; `kv_lora_rank` in configs.
+        nope_dim, rope_dim: lanes of a head's query and key without and with rotation.
+        value_dim: width of a head's values.
+        query_latent_dim: width of the latent that queries are made of; None makes them from x.
+        latent_bias: biases on what makes the latents.
+        o_bias: a bias on the output.
+        window: as in `Attention`.
+
+    Raises:
+        ArgumentError: a size below 1.
+
+    Source: DeepSeek-V2, 2024, section 2.1.
+    """
+
+    embed_dim: int
+    heads: int
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_latent_dim: int | None = None
+    latent_bias: bool = False
+    o_bias: bool = False
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(embed_dim=self.embed_dim, heads=self.heads, latent_dim=self.latent_dim)
+        check_sizes(nope_dim=self.nope_dim, rope_dim=self.rope_dim, value_dim=self.value_dim)
+        if self.query_latent_dim is not None:
+            check_sizes(query_latent_dim=self.query_latent_dim)
+        _check_window(self.window)
+
+    @property
+    def kind(self) -> str:
+        """ "mla"."""
+        return "mla"
+
+    @property
+    def kv_heads(self) -> int:
+        """Every head has keys and values of its own, made from the one latent."""
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def sinks(self) -> bool:
+        """Latent attention has none."""
+        return False
+
+    @property
+    def window_ahead(self) -> int:
+        """Latent attention looks back alone."""
+        return 0
+
+    @property
+    def context_dim(self) -> None:
+        """Latent attention reads its own sequence."""
+        return None
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Queries (through their latent, if any), the latent of keys and values, and output.
+
+        The matrix that makes keys and values from latents is counted as read by keys: in the
+        absorbed form, which decoding takes, queries and outputs are multiplied with it instead.
+        """
+        width = self.heads * self.head_dim
+        if self.query_latent_dim is None:
+            queries: tuple[Projection, ...] = (Projection("q", self.embed_dim, width),)
+        else:
+            queries = (
+                Projection("q", self.embed_dim, self.query_latent_dim, self.latent_bias),
+                Projection("q", self.query_latent_dim, width),
+            )
+        entry = self.latent_dim + self.rope_dim
+        return (
+            *queries,
+            Projection("kv", self.embed_dim, entry, self.latent_bias, "keys"),
+            self.up_projection,
+            Projection("o", self.heads * self.value_dim, self.embed_dim, self.o_bias),
+        )
+
+    @property
+    def up_projection(self) -> Projection:
+        """What makes every head's keys and values from a latent."""
+        return Projection(
+            "kv", self.latent_dim, self.heads * (self.nope_dim + self.value_dim), reads="keys"
+        )
+
+    @property
+    def norm_parameters(self) -> int:
+        """Gains of the norms of the latents."""
+        return self.latent_dim + (self.query_latent_dim or 0)
+
+    @property
+    def other_parameters(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def score_lanes(self) -> int:
+        """Multiply-adds of one query-key pair of one head in Q K^T, keys being materialized."""
+        return self.head_dim
+
+    @property
+    def value_lanes(self) -> int:
+        """Multiply-adds of one query-key pair of one head in P V, values being materialized."""
+        return self.value_dim
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers that a cache keeps of one token."""
+        return self.latent_dim + self.rope_dim
+
+
+AnyAttention = Attention | LatentAttention
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None:
+        check_sizes(window=window)
