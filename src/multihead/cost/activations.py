@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from multihead.cost.attention import check_counts
+from multihead.cost.checks import check_counts
 from multihead.errors import ArgumentError
 
 Norm = Literal["rms", "rms_offset", "layer"]

@@ -1,5 +1,6 @@
 """The one function, its backends, and exact pieces of the matrix it does not build."""
 
+from . import flop_formulas
 from .attention import AttentionResult, Explanation, attention, attention_with_stats, explain
 from .key_values import KeyValues
 from .problem import STATISTICS, ALiBi
@@ -18,3 +19,5 @@ __all__ = [
     "explain",
     "received_attention",
 ]
+
+flop_formulas.register()
