@@ -56,7 +56,7 @@ def test_an_unknown_block_is_an_error() -> None:
 
 
 def test_results_are_whole() -> None:
-    for path in sorted(Path(figures.RESULTS).glob("*")):
+    for path in sorted(Path(figures.RESULTS).glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         assert path.name == file_name(document)
         assert document["suite"] in SUITES

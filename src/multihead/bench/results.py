@@ -48,24 +48,28 @@ def file_name(document: Mapping[str, Any]) -> str:
 
 
 def save(document: Document, folder: Path = FOLDER) -> Path:
-    """Write the document to the file of its name.
+    """Write the document to the file of its name, whole or not at all."""
+    return write(document, folder / file_name(document))
+
+
+def write(document: Document, path: Path) -> Path:
+    """Write the document to `path`, whose folder exists.
 
     The file appears whole or not at all: it is written beside its place, then moved there.
     """
-    name = file_name(document)
     text = json.dumps(document, allow_nan=False, ensure_ascii=False, indent=1) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}-")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp keeps it from everybody else
-        os.replace(temporary, folder / name)
+        os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-    return folder / name
+    return path
 
 
 def load_all(folder: Path = FOLDER) -> list[Document]:
