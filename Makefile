@@ -22,7 +22,7 @@ CACHES  := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cach
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick check proof figures record clean
+.PHONY: help demo test quick check proof figures record claims clean
 
 help:                          ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -51,9 +51,12 @@ record: $(VENV)/.bench         ## measure this machine against every peer, into 
 figures: $(VENV)/.figures      ## the tables and pictures of README and docs, from benchmarks/results
 	$(RUN)python benchmarks/figures.py
 
+claims: $(VENV)/.figures       ## run each claim about attention, into docs/claims.md; QUICK=1 in 3 minutes, keeping nothing
+	$(RUN)python examples/claims $(if $(QUICK),--quick,--record)
+
 clean:                         ## remove what make made: .venv, build, caches, the page; not results
 	rm -rf $(VENV) build $(REPORT) $(CACHES)
-	find $(wildcard src tests benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard src tests benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up: each stamp is newer than what it depends on, so a second run installs nothing ---------
 

@@ -1,0 +1,155 @@
+"""Every claim's quick run ends in the verdict expected here; docs/claims.md shows what was kept."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import page
+import recording
+from claim import Outcome, Table, Verdict, check_equal, lines
+from multihead import MultiheadError
+
+EXPECTED = {
+    "parameters": Outcome.LIMITS,
+}
+NAMES = page.names()
+KEPT = recording.load_all()
+PAGE = page.PAGE.read_text(encoding="utf-8")
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_claim_has_an_expected_verdict_and_a_place_on_the_page() -> None:
+    assert list(EXPECTED) == list(page.ORDER) == NAMES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("one_thread")
+def test_the_quick_run_finds_what_the_full_one_does(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    module = script(name)
+    verdict = module.measure(True)
+    assert verdict.outcome == EXPECTED[name], verdict.finding
+    assert re.search(r"\d", verdict.finding), "a finding has figures"
+    assert verdict.table.rows
+    shown = lines(module.CLAIM, verdict)
+    assert max(len(line) for text in shown for line in text.splitlines()) <= 100
+    result = recording.document(module.CLAIM, verdict, 1.0)
+    first = recording.picture(result, module.draw, tmp_path).read_bytes()
+    assert recording.digest(result).encode() in first
+    assert recording.picture(result, module.draw, tmp_path).read_bytes() == first
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_reads_like_an_experiment(name: str) -> None:
+    path = Path(str(script(name).__file__))
+    text = path.read_text(encoding="utf-8")
+    defined = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert {"measure", "draw"} <= set(defined)
+    assert text.endswith('if __name__ == "__main__":\n    main(CLAIM, measure, draw)\n')
+    assert script(name).CLAIM.name == name
+    assert len(text.splitlines()) <= 200
+
+
+def test_all_claims_fit_their_budgets() -> None:
+    claims = [script(name).CLAIM for name in NAMES]
+    assert sum(claim.seconds for claim in claims) <= 45 * 60
+    assert sum(claim.quick_seconds for claim in claims) <= 3 * 60
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert page.fill_page(PAGE, KEPT) == PAGE, "run `make claims`"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_result_is_of_todays_script(name: str) -> None:
+    result, claim = KEPT[name], script(name).CLAIM
+    for field in ("title", "text", "method"):
+        assert result[field] == getattr(claim, field), "run `make claims`"
+    assert result["outcome"] == EXPECTED[name]
+    assert result["commit"]
+    assert result["machine"]["processor"]
+    assert result["command"] == f"python examples/claims/{name}.py"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_picture_is_that_of_its_result(name: str) -> None:
+    picture = (recording.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert recording.digest(KEPT[name]) in picture, "run `make claims`"
+
+
+def test_filling_replaces_what_is_between_the_markers_alone() -> None:
+    text = "a\n<!-- claims: each -->\ntyped 9.9\n<!-- end claims -->\nb\n"
+    filled = page.fill_page(text, {})
+    assert filled == "a\n<!-- claims: each -->\n<!-- end claims -->\nb\n"
+    assert "Not run yet: " in page.fill_page(text.replace("each", "summary"), {})
+
+
+def test_agreement_is_to_the_digit() -> None:
+    check_equal("products", 4, 4)
+    with pytest.raises(MultiheadError, match=r"products: 4 instead of 5\."):
+        check_equal("products", 4, 5)
+
+
+def test_a_table_has_no_ragged_rows() -> None:
+    with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
+        Table(("a", "b"), (("1",),))
+
+
+def test_a_result_outlives_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
+    claim = script("parameters").CLAIM
+    verdict = Verdict(
+        Outcome.FAILS,
+        "It is 3.",
+        Table(("a",), (("3",),)),
+        {"a": (1, 2), "b": {3: 0.1}},
+        "1",
+        0,
+        "-",
+    )
+    result = recording.document(claim, verdict, 1.23)
+    assert recording.save(result) == tmp_path / "parameters.json"
+    assert recording.load_all()["parameters"]["figures"] == {"a": [1, 2], "b": {"3": 0.1}}
+    assert recording.digest(recording.load_all()["parameters"]) == recording.digest(result)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    folder = recording.ROOT / "examples" / "claims"
+    return subprocess.run(
+        [sys.executable, str(folder / arguments[0]), *arguments[1:]],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_what_cannot_be_run_is_refused_in_one_sentence() -> None:
+    for arguments, said in (
+        (("__main__.py", "nothing"), "no claim is called 'nothing'; there are parameters"),
+        (("parameters.py", "--quick", "--record"), "--record keeps full runs, and --quick is less"),
+        (("parameters.py", "--threads", "0"), "--threads must be 1 or more, got 0"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert said in done.stderr
