@@ -17,9 +17,13 @@ import recording
 from claim import Outcome, Table, Verdict, check_equal, lines
 from multihead import MultiheadError
 
-EXPECTED = {
+COUNTED = {
     "parameters": Outcome.LIMITS,
 }
+# What has to be trained, or looked for in real models.
+LEARNED: dict[str, Outcome] = {}
+
+EXPECTED = COUNTED | LEARNED
 NAMES = page.names()
 KEPT = recording.load_all()
 PAGE = page.PAGE.read_text(encoding="utf-8")
@@ -38,7 +42,7 @@ def one_thread() -> Any:
 
 
 def test_every_claim_has_an_expected_verdict_and_a_place_on_the_page() -> None:
-    assert list(EXPECTED) == list(page.ORDER) == NAMES
+    assert set(EXPECTED) == set(NAMES) <= set(page.ORDER)
 
 
 @pytest.mark.slow

@@ -11,8 +11,22 @@ from multihead.bench.results import Document
 
 PAGE = recording.ROOT / "docs" / "claims.md"
 
-# In the order of the page: what follows from counting, then what has to be learned.
-ORDER = ("parameters",)
+# In the order of the page: what can be counted, what has to be learned, what real models show.
+ORDER = (
+    "parameters",
+    "reshape",
+    "softmax_rows",
+    "identical_heads",
+    "linear_memory",
+    "crossover",
+    "one_ranking",
+    "head_rank",
+    "head_size",
+    "language_heads",
+    "kv_sharing",
+    "cat_mat",
+    "pruning",
+)
 
 _BLOCK = re.compile(r"(<!-- claims: (\w+) -->\n).*?(<!-- end claims -->)", re.DOTALL)
 _SCRIPT = "CLAIM = Claim("
