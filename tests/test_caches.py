@@ -225,7 +225,7 @@ def test_sizes_that_no_cache_has_are_refused():
         (mh.ArgumentError, "batch must be at least 0", lambda: mh.StaticKVCache(-1, 2, 8, 5)),
         (mh.ArgumentError, "capacity must be at least 0", lambda: mh.StaticKVCache(2, 2, -1, 5)),
         (mh.DtypeError, "head_dim must be an integer", lambda: mh.StaticKVCache(2, 2, 8, 5.0)),
-        (mh.ArgumentError, "num_kv_heads must be", lambda: mh.PagedKVCache(2, 0, 5)),
+        (mh.ArgumentError, "num_kv_heads must be", lambda: mh.PagedKVCache(2, -1, 5)),
         (mh.ArgumentError, "page_size must be", lambda: mh.PagedKVCache(2, 2, 5, page_size=0)),
         (mh.ArgumentError, "num_pages must be", lambda: mh.PagedKVCache(2, 2, 5, num_pages=0)),
         (mh.ArgumentError, "window must be at least 1", lambda: mh.WindowKVCache(0)),

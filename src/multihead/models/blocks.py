@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..nn import FeedForward, GatedFeedForward, MultiHeadAttention, TransformerBlock
 from ..nn.norm import NormFactory, RMSNorm
+from ..nn.prune import prune_heads
 from .config import BlockConfig
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def norm_factory(config: BlockConfig) -> NormFactory:
 
 def build_block(config: BlockConfig) -> TransformerBlock:
     """The layer of a description, its weights at random."""
+    pruned, config = config.pruned, config.whole()
     norm = norm_factory(config)
     attention = MultiHeadAttention(
         config.embed_dim,
@@ -78,6 +80,8 @@ def build_block(config: BlockConfig) -> TransformerBlock:
         softcap=config.softcap,
         sinks=config.sinks,
     )
+    if pruned is not None:
+        prune_heads(attention, pruned.heads)
     cross = None
     if config.context_dim is not None:
         cross = MultiHeadAttention(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ..errors import ArgumentError
 from ..nn.block import NormPlacement
 from ..nn.checks import check_number, check_sizes
 from ..nn.positions import RoPE
+from ..nn.prune import Pruned
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "rms_offset", "layer"]
@@ -40,9 +42,12 @@ class BlockConfig:
         norm_placement: as in `TransformerBlock`: "pre", "post" or "sandwich".
         context_dim: width of the sequence that a cross-attention between attention and feed-forward
             network reads; None is a layer without one.
+        pruned: what the attention had before heads were taken out; `num_heads` and `num_kv_heads`
+            count what is left. Made by `without_heads`. A cross-attention has what it had.
 
     Raises:
-        ArgumentError: an activation, a norm or a placement that there is not.
+        ArgumentError: an activation, a norm or a placement that there is not, or heads that are
+            not those that `pruned` leaves.
     """
 
     embed_dim: int
@@ -65,11 +70,17 @@ class BlockConfig:
     norm_eps: float = 1e-5
     norm_placement: NormPlacement = "pre"
     context_dim: int | None = None
+    pruned: Pruned | None = None
 
     def __post_init__(self) -> None:
         _check_choice("activation", self.activation, Activation)
         _check_choice("norm", self.norm, Norm)
         _check_choice("norm_placement", self.norm_placement, NormPlacement)
+        if self.pruned is not None and self.num_heads != len(self.pruned.kept):
+            raise ArgumentError(
+                f"num_heads must count the {len(self.pruned.kept)} heads that pruned leaves; got "
+                f"{self.num_heads}. BlockConfig(...).without_heads(...) sets both."
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -79,7 +90,25 @@ class BlockConfig:
     @property
     def width(self) -> int:
         """The width of a head, the default filled in."""
-        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+        heads = self.num_heads if self.pruned is None else self.pruned.num_heads
+        return self.embed_dim // heads if self.head_dim is None else self.head_dim
+
+    def without_heads(self, heads: Iterable[int]) -> BlockConfig:
+        """The layer after `prune_heads(heads)`, by the numbers that heads had at first.
+
+        Raises:
+            ArgumentError: a head that there is not, or KV groups of unequal size.
+        """
+        pruned = (self.pruned or Pruned(self.num_heads, self.kv_heads)).without(heads)
+        kv_heads = None if self.num_kv_heads is None else len(pruned.kept_kv)
+        return replace(self, num_heads=len(pruned.kept), num_kv_heads=kv_heads, pruned=pruned)
+
+    def whole(self) -> BlockConfig:
+        """The layer before heads were taken out of it."""
+        if self.pruned is None:
+            return self
+        kv_heads = None if self.num_kv_heads is None else self.pruned.num_kv_heads
+        return replace(self, num_heads=self.pruned.num_heads, num_kv_heads=kv_heads, pruned=None)
 
 
 @dataclass(frozen=True)
@@ -123,7 +152,7 @@ class LanguageModelConfig:
         check_number("logit_softcap", self.logit_softcap, "Leave it out for no cap.")
         if self.logit_softcap is not None and self.logit_softcap <= 0:
             raise ArgumentError(f"logit_softcap must be above 0; got {self.logit_softcap}.")
-        if self.positions == "alibi" and len({layer.num_heads for layer in self.layers}) > 1:
+        if self.positions == "alibi" and len({it.whole().num_heads for it in self.layers}) > 1:
             raise ArgumentError(
                 "positions='alibi' gives every head its slope, so all layers must have the same "
                 "num_heads."

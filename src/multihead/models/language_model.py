@@ -137,17 +137,14 @@ class LanguageModel(nn.Module):
         if self.embedding_norm is not None:
             x_blc = self.embedding_norm(x_blc)
         seen = Causal() if mask is None else Causal() & checked_mask(mask)
-        bias = None
-        if self.config.positions == "alibi":
-            slopes = alibi_slopes(self.config.layers[0].num_heads)
-            bias = ALiBi(slopes.to(x_blc.device))
+        slopes = self._slopes(x_blc.device)
         turned = rotations(self.config.layers, positions)
         for index, block in enumerate(self.blocks):
             x_blc = block(
                 x_blc,
                 context,
                 mask=seen,
-                bias=bias,
+                bias=None if slopes is None else ALiBi(slopes[index]),
                 context_mask=context_mask,
                 cache=None if caches is None else caches[index],
                 cross_cache=None if cross_caches is None else cross_caches[index],
@@ -181,6 +178,14 @@ class LanguageModel(nn.Module):
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)  # that of keys and values there
         return build_caches(self.config.layers, kind, batch, capacity, dtype=dtype, device=device)
+
+    def _slopes(self, device: torch.device) -> list[Tensor] | None:
+        """The ALiBi slopes of each layer's heads; a head keeps its own when others are pruned."""
+        if self.config.positions != "alibi":
+            return None
+        slopes = alibi_slopes(self.config.layers[0].whole().num_heads).to(device)
+        kept = [None if it.pruned is None else list(it.pruned.kept) for it in self.config.layers]
+        return [slopes if heads is None else slopes[heads] for heads in kept]
 
     def _positions(
         self,

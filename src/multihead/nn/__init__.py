@@ -15,6 +15,7 @@ from .positions import (
     apply_rope,
 )
 from .prepack import Prepacked, prepack, unpack
+from .prune import Pruned, prune_heads
 from .rope_scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, NTKScaling, YaRNScaling
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "NTKScaling",
     "PagedKVCache",
     "Prepacked",
+    "Pruned",
     "QuantizedKVCache",
     "RoPE",
     "Rotation",
@@ -43,5 +45,6 @@ __all__ = [
     "alibi_slopes",
     "apply_rope",
     "prepack",
+    "prune_heads",
     "unpack",
 ]

@@ -30,6 +30,7 @@ from .checks import (
 from .norm import NormFactory, build_norm
 from .options import check_cross, check_rope, check_sinks, check_softcap, checked_window
 from .positions import RoPE, Rotation
+from .prune import Pruned
 from .rope import check_rotation
 
 
@@ -136,6 +137,7 @@ class MultiHeadAttention(nn.Module):
         self.window = checked_window(window)
         self.softcap = softcap
         self.dropout = dropout
+        self.pruned: Pruned | None = None  # what `prune_heads` took out
 
         query_width = num_heads * head_dim
         key_width = num_kv_heads * head_dim
@@ -421,6 +423,8 @@ class MultiHeadAttention(nn.Module):
                 sizes.append(f"{name}={getattr(self, name)}")
         if self.sinks is not None:
             sizes.append("sinks=True")
+        if self.pruned is not None:
+            sizes.append(f"pruned={list(self.pruned.heads)}")
         if self.dropout:
             sizes.append(f"dropout={self.dropout}")
         return ", ".join(sizes)

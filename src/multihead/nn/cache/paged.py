@@ -150,7 +150,9 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        check_sizes(head_dim=head_dim)
+        # A layer may have lost all its heads; its cache still counts tokens.
+        check_sizes(0, num_kv_heads=num_kv_heads)
         check_sizes(0, batch=batch, value_dim=value_dim)
         check_sizes(page_size=page_size, num_pages=1 if num_pages is None else num_pages)
         self._shape = Shape(batch, num_kv_heads, head_dim, value_dim, dtype, torch.device(device))

@@ -60,7 +60,9 @@ class StaticKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        check_sizes(head_dim=head_dim)
+        # A layer may have lost all its heads; its cache still counts tokens.
+        check_sizes(0, num_kv_heads=num_kv_heads)
         check_sizes(0, batch=batch, capacity=capacity, value_dim=value_dim)
         with outside_inference():
             # Not zeros: pages of memory that no token fills are never touched.
