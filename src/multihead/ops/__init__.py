@@ -4,6 +4,7 @@ from . import flop_formulas
 from .attention import AttentionResult, Explanation, attention, attention_with_stats, explain
 from .key_values import KeyValues
 from .problem import STATISTICS, ALiBi
+from .row_statistics import attention_stats
 from .weights import attention_map, attention_weights, received_attention
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "KeyValues",
     "attention",
     "attention_map",
+    "attention_stats",
     "attention_weights",
     "attention_with_stats",
     "explain",

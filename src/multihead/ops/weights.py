@@ -57,8 +57,8 @@ def attention_weights(
     if stage not in get_args(Stage):
         raise ArgumentError(f"stage must be one of {', '.join(get_args(Stage))}; got {stage!r}.")
     call = describe_logits(query, key, mask=mask, bias=bias, scale=scale, softcap=softcap)
-    row_index = _index(rows, call.query_length, "rows", query.device)
-    column_index = _index(columns, call.key_length, "columns", query.device)
+    row_index = place_index(rows, call.query_length, "rows", query.device)
+    column_index = place_index(columns, call.key_length, "columns", query.device)
     with torch.no_grad():
         if stage == "softmax":
             return weights_at(call, _checked_lse(call, lse), row_index, column_index)
@@ -198,7 +198,7 @@ def rectangle_at(call: Logits, rows: Tensor, columns: Tensor) -> Rectangle:
     return rectangle(selected, slice(0, len(rows)), slice(0, len(columns)))
 
 
-def _index(places: Places, length: int, name: str, device: torch.device) -> Tensor:
+def place_index(places: Places, length: int, name: str, device: torch.device) -> Tensor:
     """A slice, integers or an integer tensor as int64 indices in [0, length)."""
     if isinstance(places, slice):
         return torch.arange(*places.indices(length), device=device)
