@@ -14,6 +14,8 @@ from multihead.errors import ArgumentError
 class FeedForward:
     """Two matrices around an activation, or three where a gate multiplies it.
 
+    `activation` changes what is kept for the backward pass and nothing else.
+
     Raises ArgumentError for a size below 1.
     """
 
@@ -21,6 +23,7 @@ class FeedForward:
     ffn_dim: int
     gated: bool = True
     bias: bool = False
+    activation: str = "silu"
 
     def __post_init__(self) -> None:
         check_sizes(embed_dim=self.embed_dim, ffn_dim=self.ffn_dim)

@@ -12,10 +12,20 @@ from typing import Literal, Self
 from multihead.cost.checks import check_counts, check_sizes
 from multihead.errors import ArgumentError
 
-Norm = Literal["rms", "layer", "layer_unbiased", "none"]
-"""What a norm trains: a gain ("rms", "layer_unbiased"), a gain and a bias ("layer"), nothing."""
+Norm = Literal["rms", "rms_offset", "layer", "layer_unbiased", "none"]
+"""What a norm trains: a gain ("rms", "rms_offset", "layer_unbiased"), a gain and a bias ("layer"),
+or nothing."""
 
-_NORM_WEIGHTS: dict[str, int] = {"rms": 1, "layer": 2, "layer_unbiased": 1, "none": 0}
+_NORM_WEIGHTS: dict[str, int] = {
+    "rms": 1,
+    "rms_offset": 1,
+    "layer": 2,
+    "layer_unbiased": 1,
+    "none": 0,
+}
+
+Form = Literal["materialized", "absorbed"]
+"""How latent attention is computed: with every head's keys and values, or on the latents."""
 
 
 def norm_parameters(norm: Norm, width: int) -> int:
@@ -64,6 +74,8 @@ class Attention:
         window: how many of the newest keys a query sees, its own included; None is all.
         window_ahead: how many keys after its own a query with a window sees; for encoders.
         bias_table: parameters of a table of score biases (T5), 0 for none.
+        rotary_dim: lanes of each query and key that are rotated, 0 for none; it changes what is
+            kept for the backward pass and nothing else.
 
     Raises:
         ArgumentError: a size below 1, or KV heads that do not divide the heads.
@@ -84,12 +96,13 @@ class Attention:
     window: int | None = None
     window_ahead: int = 0
     bias_table: int = 0
+    rotary_dim: int = 0
 
     def __post_init__(self) -> None:
         check_sizes(embed_dim=self.embed_dim, heads=self.heads, kv_heads=self.kv_heads)
         check_sizes(head_dim=self.head_dim, value_dim=self.value_dim)
         check_counts(qk_norm=self.qk_norm, bias_table=self.bias_table)
-        check_counts(window_ahead=self.window_ahead)
+        check_counts(window_ahead=self.window_ahead, rotary_dim=self.rotary_dim)
         if self.context_dim is not None:
             check_sizes(context_dim=self.context_dim)
         _check_window(self.window)
@@ -110,8 +123,11 @@ class Attention:
         *,
         bias: bool = False,
         window: int | None = None,
+        rotary: bool = False,
     ) -> Self:
         """With the usual defaults: as many KV heads as heads, each `embed_dim / heads` wide.
+
+        `bias` is one on every projection; `rotary` rotates all lanes of queries and keys.
 
         Raises ArgumentError where heads do not divide embed_dim and no head_dim is given.
         """
@@ -134,6 +150,7 @@ class Attention:
             v_bias=bias,
             o_bias=bias,
             window=window,
+            rotary_dim=head_dim if rotary else 0,
         )
 
     @property
@@ -289,15 +306,18 @@ class LatentAttention:
         """None."""
         return 0
 
-    @property
-    def score_lanes(self) -> int:
-        """Multiply-adds of one query-key pair of one head in Q K^T, keys being materialized."""
-        return self.head_dim
+    def lanes(self, form: Form) -> tuple[int, int]:
+        """Multiply-adds of one query-key pair of one head in Q K^T and in P V."""
+        if form == "absorbed":
+            return self.latent_dim + self.rope_dim, self.latent_dim
+        return self.head_dim, self.value_dim
 
-    @property
-    def value_lanes(self) -> int:
-        """Multiply-adds of one query-key pair of one head in P V, values being materialized."""
-        return self.value_dim
+    def cheaper_form(self, queries: int, keys: int) -> Form:
+        """The form with fewer products for so many queries and keys; see `nn.LatentAttention`."""
+        weights = self.latent_dim * (self.nope_dim + self.value_dim)
+        materialized = keys * weights + queries * keys * sum(self.lanes("materialized"))
+        absorbed = queries * weights + queries * keys * sum(self.lanes("absorbed"))
+        return "absorbed" if absorbed < materialized else "materialized"
 
     @property
     def cached_numbers(self) -> int:

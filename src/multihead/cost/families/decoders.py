@@ -127,13 +127,18 @@ FAMILIES: dict[str, Family] = {
         feed_forward=_qwen_experts,
     ),
     "qwen3_moe": Family({}, qk_norm="head", windows=_all_sliding, feed_forward=_qwen_experts),
-    "gemma": Family(_GEMMA, ffn_bias=False),
+    "gemma": Family(_GEMMA, ffn_bias=False, norm="rms_offset"),
     "gemma2": Family(
-        {**_GEMMA, **_WINDOW_4096}, ffn_bias=False, norms=4, windows=_every(2, first=SLIDING)
+        {**_GEMMA, **_WINDOW_4096},
+        ffn_bias=False,
+        norm="rms_offset",
+        norms=4,
+        windows=_every(2, first=SLIDING),
     ),
     "gemma3_text": Family(
         {**_GEMMA, **_WINDOW_4096},
         ffn_bias=False,
+        norm="rms_offset",
         norms=4,
         qk_norm="head",
         windows=_every(6, first=SLIDING),
@@ -211,6 +216,7 @@ def _layer(fields: Fields, family: Family, index: int, kind: str) -> Layer:
         qk_norm=_qk_norm(family, heads, kv_heads, head_dim),
         sinks=family.sinks,
         window=fields.size("sliding_window") if kind == SLIDING else None,
+        rotary_dim=head_dim,
     )
     if family.feed_forward is not None:
         feed_forward = family.feed_forward(fields, index)

@@ -21,7 +21,7 @@ def _bert(fields: Fields, model_type: str) -> Model:
     width = fields.size("hidden_size")
     layer = Layer(
         Attention.of(width, fields.size("num_attention_heads"), bias=True),
-        FeedForward(width, fields.size("intermediate_size"), gated=False, bias=True),
+        FeedForward(width, fields.size("intermediate_size"), False, True, "gelu"),
         norm="layer",
     )
     positions = fields.size("max_position_embeddings")
@@ -50,11 +50,16 @@ def _modernbert(fields: Fields) -> Model:
     reach = fields.size_or("local_attention", 128) // 2
 
     def layer(index: int) -> Layer:
-        plain = Attention.of(width, fields.size("num_attention_heads"), bias=bias)
+        plain = Attention.of(width, fields.size("num_attention_heads"), bias=bias, rotary=True)
         local = replace(plain, window=reach + 1, window_ahead=reach)
         return Layer(
             local if types[index] == SLIDING else plain,
-            FeedForward(width, fields.size("intermediate_size"), bias=fields.flag("mlp_bias")),
+            FeedForward(
+                width,
+                fields.size("intermediate_size"),
+                bias=fields.flag("mlp_bias"),
+                activation="gelu",
+            ),
             # The embeddings' norm is the first layer's.
             norms=1 if index == 0 else 2,
             norm=norm,

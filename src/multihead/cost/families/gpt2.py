@@ -16,7 +16,7 @@ def read(fields: Fields, model_type: str) -> Model:
     width = fields.size("n_embd", "hidden_size")
     layer = Layer(
         Attention.of(width, fields.size("n_head", "num_attention_heads"), bias=True),
-        FeedForward(width, fields.size_or("n_inner", 4 * width), gated=False, bias=True),
+        FeedForward(width, fields.size_or("n_inner", 4 * width), False, True, "gelu"),
         norm="layer",
     )
     positions = fields.size("n_positions", "max_position_embeddings")
