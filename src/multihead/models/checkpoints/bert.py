@@ -94,7 +94,7 @@ def rules(config: EncoderConfig) -> list[Rule]:
             f"{ours}attention.qkv_proj",
             f"{theirs}attention.self.",
             ("query", "key", "value"),
-            (layer.embed_dim,) * 3,
+            (layer.num_heads * layer.width,) * 3,
             bias=True,
         )
         found += under(

@@ -18,6 +18,7 @@ from ..encoder_decoder import EncoderDecoder
 from ..language_model import LanguageModel
 from . import bart, bert, gpt2, llama
 from .fields import Fields, need
+from .pruned import read_pruned, write_pruned
 from .rules import Renamed, State, read_state, write_state
 
 Config = LanguageModelConfig | EncoderConfig | EncoderDecoderConfig
@@ -37,7 +38,7 @@ def read_config(fields: Fields) -> Config:
     Raises:
         ModelError: another type, an option that is not supported, or one that is missing.
     """
-    return _family(need(fields, "model_type")).read_config(fields)  # type: ignore[no-any-return]
+    return read_pruned(_family(need(fields, "model_type")).read_config(fields), fields)
 
 
 def write_config(config: Config, model_type: str) -> dict[str, Any]:
@@ -47,8 +48,9 @@ def write_config(config: Config, model_type: str) -> dict[str, Any]:
         ModelError: another type, or a model that is not built like one.
     """
     family = _family(model_type)
+    whole, pruned = write_pruned(config)
     try:
-        return family.write_config(config, model_type)  # type: ignore[no-any-return]
+        return family.write_config(whole, model_type) | pruned  # type: ignore[no-any-return]
     except AttributeError as error:
         raise ModelError(
             f"a {type(config).__name__} does not describe a model of type {model_type!r}."
@@ -81,7 +83,7 @@ def from_checkpoint(
         ModelError: a type or an option that is not supported, or tensors that do not fit.
     """
     family = _family(need(fields, "model_type"))
-    config = family.read_config(fields)
+    config = read_config(fields)
     theirs = _canonical(family, config, state)
     if isinstance(config, EncoderConfig):
         config = replace(config, pooler="pooler.dense.weight" in theirs)
