@@ -12,7 +12,12 @@ from .importance import (
     removal_curve,
 )
 from .loss import mean_loss, next_token_loss, token_rows
+from .all_reduce import all_reduced
+from .diagnosis import Finding, StabilityReport, Thresholds
+from .qk_clip import Clipped, qk_clip
+from .stability import StabilityMonitor, stability
 from .statistics import MAXIMA, MEANS, STATISTICS
+from .trainer import trainer_callback
 from .watch import Heads, watch
 
 __all__ = [
@@ -32,5 +37,15 @@ __all__ = [
     "rank_correlation",
     "removal_curve",
     "token_rows",
+    "Clipped",
+    "Finding",
+    "Heads",
+    "StabilityMonitor",
+    "StabilityReport",
+    "Thresholds",
+    "all_reduced",
+    "qk_clip",
+    "stability",
+    "trainer_callback",
     "watch",
 ]
