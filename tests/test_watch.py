@@ -248,9 +248,9 @@ def test_a_compiled_model_is_seen_too() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    model = nn.TransformerEncoderLayer(12, 3)
-    with (
-        pytest.raises(mh.ModelError, match=r"transformers model.*MultiHeadAttention"),
-        mh.watch(model),
+    for model, message in (
+        (nn.Sequential(nn.Linear(3, 3)), r"Sequential has no attention to watch.*Watch the model"),
+        ("smollm2", r"Only a torch\.nn\.Module can be watched; got a str"),
     ):
-        pass
+        with pytest.raises(mh.ModelError, match=message), mh.watch(model):
+            pass

@@ -16,6 +16,10 @@ from .all_reduce import all_reduced
 from .diagnosis import Finding, StabilityReport, Thresholds
 from .qk_clip import Clipped, qk_clip
 from .stability import StabilityMonitor, stability
+from .comparison import Comparison, HeadDifference
+from .histogram import Quantile
+from .lazy_weights import LazyRows, LazyWeights
+from .record import HeadRecord
 from .statistics import MAXIMA, MEANS, STATISTICS
 from .trainer import trainer_callback
 from .watch import Heads, watch
@@ -47,5 +51,12 @@ __all__ = [
     "qk_clip",
     "stability",
     "trainer_callback",
+    "Comparison",
+    "HeadDifference",
+    "HeadRecord",
+    "Heads",
+    "LazyRows",
+    "LazyWeights",
+    "Quantile",
     "watch",
 ]

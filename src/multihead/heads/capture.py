@@ -22,7 +22,8 @@ from ..ops.problem import Problem
 from ..ops.sweep import sweep
 from ..ops.weights import top_keys
 from .dense_error import DenseError, dense_error
-from .statistics import FROM_FORWARD, HeadTotals, row_statistics
+from .statistics import FROM_FORWARD, row_statistics
+from .totals import HeadTotals
 
 MAP_BINS = 64
 STRIP_BINS = 128

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,36 +12,74 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..nn import MultiHeadAttention
 from ..ops import dispatch
 from ..ops.problem import Problem
-from .statistics import FROM_FORWARD, STATISTICS, HeadTotals, RowStatistics, row_statistics
+from .choice import Choice, Keep, choose
+from .histogram import Counts as IntegerTable
+from .lazy_weights import KeptCall, LazyWeights
+from .record import HeadRecord, joined
+from .running import Running, inside_backward, observing, running_modules, set_to_multihead
+from .statistics import RowStatistics, row_statistics
+from .totals import HeadTotals
+
+__all__ = [
+    "FloatTable",
+    "Heads",
+    "IntegerTable",
+    "Running",
+    "observing",
+    "running_modules",
+    "set_to_multihead",
+    "watch",
+]
 
 FloatTable = np.ndarray[Any, np.dtype[Any]]
-IntegerTable = np.ndarray[Any, np.dtype[np.int64]]
-
-# Arguments by which attention modules are given a second sequence to read.
-_OTHER_SEQUENCE = ("encoder_hidden_states", "key_value_states", "context")
 
 
 @contextmanager
-def watch(model: nn.Module) -> Iterator[Heads]:
+def watch(
+    model: nn.Module,
+    *,
+    statistics: Sequence[str] | str | None = None,
+    layers: Sequence[str | int] | str | int | None = None,
+    heads: Sequence[int] | int | None = None,
+    keep: Keep | None = None,
+) -> Iterator[Heads]:
     """Collect what every head of `model` does while the model runs.
 
         with mh.watch(model) as heads:
             model(input_ids)
         heads.statistics["entropy"]
+        record = heads.record()
 
-    `model` is a transformers model, which computes its attention by multihead inside the block
-    and as before after it (also after an error), or any module with multihead.MultiHeadAttention
-    layers. Results are those of multihead's attention without watching, bit for bit.
+    Args:
+        model: a transformers model; a module with layers of multihead; or any module that calls
+            torch's `scaled_dot_product_attention` or has an `nn.MultiheadAttention`. Inside the
+            block it computes its attention by multihead, after it as before, also after an error.
+        statistics: names out of `multihead.heads.STATISTICS`; all unless given. No other is
+            computed.
+        layers: names of modules (the attention's own, or a block's that has it) or the numbers of
+            blocks, which are the first number in a module's name; all unless given.
+        heads: numbers of heads in each layer; all unless given.
+        keep: "weights" keeps queries and keys of each layer's last call, so that
+            `record().patterns` gives any row of its weights.
 
-    Counted are the queries of every call in the block, of batches and of decoding steps alike,
-    each once: padding and queries that see nothing are left out, and a forward pass that autograd
-    repeats during backward (activation checkpointing) is computed but not counted. Inside a
-    nested `watch`, calls count for the inner one only.
+    Results are those of multihead's attention without watching, bit for bit (for a plain torch
+    module: of `replace_sdpa`; a call that it leaves to torch, since dropout or weights are asked
+    for, stays torch's and is computed a second time for the statistics, which are those before
+    dropout).
 
-    Raises ModelError for a model of another kind.
+    Counted are the queries of every call in the block, of batches, of chunks and of decoding steps
+    alike, each once and at its absolute position: padding and queries that see nothing are left
+    out, and a forward pass that autograd repeats during backward (activation checkpointing) is
+    computed but not counted. A layer is a module: one that runs several times in a pass is one
+    layer, which counts its queries as often. Inside a nested `watch`, calls count for the inner
+    one only. Compiled models run eagerly inside the block. Of a plain torch module padding is known
+    from the masks it passes, and the axis before the length is that of the heads.
+
+    Raises:
+        ModelError: no module, or one that has nothing that could attend.
+        ArgumentError: a statistic or a layer that is not there; when the model runs, such a head.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     with ExitStack() as stack:
@@ -49,18 +87,26 @@ def watch(model: nn.Module) -> Iterator[Heads]:
             # A compiled graph shows no calls, so inside the block compiled models run eagerly.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         set_to_multihead(model, stack)
+        choice = choose(model, statistics, layers, heads, keep)
         running = stack.enter_context(running_modules(model))
-        heads = Heads(model)
-        stack.enter_context(observing(_Watcher(heads, running)))
-        yield heads
+        found = Heads(model, choice, running)
+        stack.enter_context(observing(_Watcher(found, choice, running)))
+        yield found
 
 
 class Heads:
     """What `watch` has seen so far; may be read inside the block and after it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, choice: Choice, running: Running) -> None:
+        self._model = model
+        self._choice = choice
+        self._running = running
         self._order = {name: place for place, (name, _) in enumerate(model.named_modules())}
         self._totals: dict[str, HeadTotals] = {}
+        self._heads: dict[str, int] = {}
+        self._kept: dict[str, KeptCall] = {}
+        self._dtypes: set[str] = set()
+        self._backends: set[str] = set()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -70,8 +116,8 @@ class Heads:
     @property
     def queries(self) -> IntegerTable:
         """How many queries each head's statistics are taken over: int64 [layers, heads]."""
-        counts = [self._totals[name].queries.double() for name in self.layers]
-        return _table(counts, fill=0.0).astype(np.int64)
+        counts: IntegerTable = joined([self._totals[name].queries for name in self.layers], fill=0)
+        return counts
 
     @property
     def statistics(self) -> dict[str, FloatTable]:
@@ -82,142 +128,91 @@ class Heads:
         """
         results = [self._totals[name].result() for name in self.layers]
         return {
-            name: _table([result[name] for result in results], fill=np.nan).astype(np.float32)
-            for name in STATISTICS
+            name: joined([result[name].numpy() for result in results], fill=np.nan).astype("f4")
+            for name in self._choice.statistics
         }
 
-    def add(self, layer: str, rows: RowStatistics) -> None:
+    def record(self, model: str | None = None) -> HeadRecord:
+        """What was seen so far, to keep: `model` is its name, if not what the model says itself.
+
+        Raises ModelError if the model called no attention that could be seen.
+        """
+        if not self._totals:
+            raise ModelError(self._nothing_seen())
+        layers = self.layers
+        totals = [self._totals[name] for name in layers]
+        most = max(totals, key=lambda it: it.tokens)
+        return HeadRecord.of_layers(
+            model=model or _name(self._model),
+            dtype=", ".join(sorted(self._dtypes)),
+            backend=", ".join(sorted(self._backends)),
+            layers=layers,
+            heads=tuple(self._choice.heads_of(name, self._heads[name]) for name in layers),
+            tokens=most.tokens,
+            texts=max(it.texts_or_rows for it in totals),
+            queries=[it.queries for it in totals],
+            totals={name: [it.totals[name] for it in totals] for name in self._choice.statistics},
+            patterns=LazyWeights([(it, self._kept[it]) for it in layers if it in self._kept]),
+        )
+
+    def add(
+        self, layer: str, problem: Problem, stats: Mapping[str, Tensor], rows: RowStatistics
+    ) -> None:
         """Count the queries of one call of the module named `layer`."""
-        self._totals.setdefault(layer, HeadTotals()).add(rows)
+        known = self._heads.setdefault(layer, problem.heads)
+        if known != problem.heads:
+            raise ModelError(
+                f"The module {layer!r} attended with {known} heads and now with {problem.heads}; "
+                "a module is one layer. Leave it out by layers=[...], which names the others."
+            )
+        chosen = self._choice.heads_of(layer, problem.heads)
+        taken = None if self._choice.heads is None else chosen
+        self._totals.setdefault(layer, HeadTotals()).add(rows, taken)
+        self._dtypes.add(str(problem.query.dtype).removeprefix("torch."))
+        self._backends.add(dispatch.choose(problem).NAME)
+        if self._choice.keep_weights:
+            self._kept[layer] = KeptCall.of(problem, stats["lse"])
 
-
-class Running:
-    """Which modules of a model are running, innermost last."""
-
-    def __init__(self) -> None:
-        self._stack: list[tuple[str, nn.Module, bool]] = []
-
-    @property
-    def innermost(self) -> str | None:
-        """The name of the module that runs now, None outside of the model."""
-        return self._stack[-1][0] if self._stack else None
-
-    @property
-    def reads_itself(self) -> bool:
-        """Whether the module that runs now was given no second sequence to read."""
-        return not (self._stack and self._stack[-1][2])
-
-    def enter(self, name: str, module: nn.Module, reads_other: bool) -> None:
-        self._stack.append((name, module, reads_other))
-
-    def leave(self, module: nn.Module) -> None:
-        """Forget `module` and whatever it left running."""
-        for place in range(len(self._stack) - 1, -1, -1):
-            if self._stack[place][1] is module:
-                del self._stack[place:]
-                return
-
-
-@contextmanager
-def running_modules(model: nn.Module) -> Iterator[Running]:
-    """Know, inside the block, which module of `model` runs."""
-    running = Running()
-    handles = []
-    for name, module in model.named_modules():
-
-        def enter(
-            module: nn.Module, arguments: Any, keywords: Mapping[str, Any], name: str = name
-        ) -> None:
-            if isinstance(module, MultiHeadAttention):
-                # Once a cache holds a context, the layer is called without it.
-                reads_other = module.context_dim is not None
-            else:
-                reads_other = any(keywords.get(key) is not None for key in _OTHER_SEQUENCE)
-            running.enter(name, module, reads_other)
-
-        def leave(module: nn.Module, arguments: Any, result: Any) -> None:
-            running.leave(module)
-
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield running
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def observing(observer: dispatch.Observer) -> Iterator[None]:
-    """Show every call of attention inside the block to `observer`."""
-    token = dispatch.observer.set(observer)
-    try:
-        yield
-    finally:
-        dispatch.observer.reset(token)
-
-
-def set_to_multihead(model: nn.Module, stack: ExitStack) -> None:
-    """Let `model` compute its attention by multihead until `stack` closes.
-
-    Raises ModelError for a model that cannot.
-    """
-    transformers_models = _transformers_models(model)
-    for part in transformers_models:
-        from ..integrations.transformers import using
-
-        stack.enter_context(using(part))
-    if transformers_models or any(isinstance(it, MultiHeadAttention) for it in model.modules()):
-        return
-    raise ModelError(
-        f"{type(model).__name__} cannot be watched: it is neither a transformers model nor has it "
-        "multihead.MultiHeadAttention layers, and other modules are not supported. "
-        "MultiHeadAttention.from_torch takes over the weights of a torch.nn.MultiheadAttention."
-    )
-
-
-def inside_backward() -> bool:
-    """Whether autograd is running: a forward pass now is a repetition of an earlier one."""
-    return torch._C._current_graph_task_id() != -1
+    def _nothing_seen(self) -> str:
+        name = type(self._model).__name__
+        if not self._running.runs:
+            return f"{name} did not run inside the block, so there is nothing to record."
+        chosen = "" if self._choice.layers is None else " of the chosen layers"
+        return (
+            f"{name} ran, but no attention{chosen} was seen. Seen are layers of multihead, models "
+            "of transformers, and calls of torch's scaled_dot_product_attention on plain tensors "
+            "on the CPU; a model that multiplies queries and keys itself shows none."
+        )
 
 
 class _Watcher:
     """Counts the queries of each call for the module that makes it."""
 
-    def __init__(self, heads: Heads, running: Running) -> None:
+    def __init__(self, heads: Heads, choice: Choice, running: Running) -> None:
         self._heads = heads
+        self._choice = choice
         self._running = running
 
     def wants(self, problem: Problem) -> tuple[str, ...]:
-        if self._running.innermost is None or inside_backward():
+        layer = self._running.innermost
+        if layer is None or inside_backward() or not self._choice.takes(layer):
             return ()
-        return FROM_FORWARD
+        return self._choice.from_forward
 
     @torch.no_grad()
     def record(self, problem: Problem, out: Tensor, stats: Mapping[str, Tensor]) -> None:
         layer = self._running.innermost
-        if layer is not None:
-            reads_itself = self._running.reads_itself
-            self._heads.add(layer, row_statistics(problem, stats, self_attention=reads_itself))
+        if layer is None:
+            return
+        rows = row_statistics(
+            problem,
+            stats,
+            self_attention=self._running.reads_itself,
+            names=self._choice.statistics,
+        )
+        self._heads.add(layer, problem, stats, rows)
 
 
-def _transformers_models(model: nn.Module) -> list[nn.Module]:
-    """The outermost transformers models in `model`. Where there is one, transformers is loaded."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
-    return found
-
-
-def _table(rows: list[Tensor], *, fill: float) -> FloatTable:
-    """Rows of different length as one float64 array."""
-    table = np.full((len(rows), max(map(len, rows), default=0)), fill)
-    for place, row in enumerate(rows):
-        table[place, : len(row)] = row.cpu().numpy()
-    return table
+def _name(model: nn.Module) -> str:
+    """What a model is called: by its config, else by its class."""
+    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
