@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from multihead.cost import DecoderConfig, Report
+from multihead.cost import Attention, FeedForward, Layer, Model, summary
 from multihead.heads.inspection import Inspection, Links, TokenView
 
 TEXT = "The cat that chased the mouse sat on the mat because it was tired"
@@ -69,10 +69,10 @@ def inspection(
             ("participation", 2.0),
         )
     }
-    config = DecoderConfig(layers, 64 * heads, heads, kv_heads, 64, 170 * heads, 49152, True)
-    cost = Report.of_decoder(
-        config, length, visible_pairs=length * (length + 1) // 2, dtype="float32", logit_rows=1
-    )
+    width = 64 * heads
+    layer = Layer(Attention.of(width, heads, kv_heads), FeedForward(width, 170 * heads))
+    model = Model((layer,) * layers, vocab=49152, tied=True)
+    cost = summary(model, length, dtype="float32", logit_rows=1)
     return Inspection(
         provenance={
             "model": "SmolLM2-135M-Instruct",
@@ -95,7 +95,7 @@ def inspection(
             "dense_error_rows": 16,
             "dense_error_baseline": 4.2e-7,
         },
-        cost=cost.as_dict(),
+        cost=cost,
         tokens=tokens,
         layers=layers,
         heads=heads,

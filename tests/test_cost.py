@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
-import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
+import multihead.cost
 from multihead.cost import (
+    Attention,
     AttentionCost,
-    DecoderConfig,
-    Report,
+    FeedForward,
+    Layer,
+    Model,
     attention_parameters,
     dtype_bytes,
+    parameters_of,
     score_products,
     score_table_bytes,
+    summary,
     value_products,
 )
 from multihead.errors import ArgumentError
 
-SMOLLM2 = DecoderConfig(
-    layers=30,
-    embed_dim=576,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    ffn_dim=1536,
-    vocab=49152,
-    tied=True,
-)
-SMALL = DecoderConfig(
-    layers=3, embed_dim=22, heads=4, kv_heads=2, head_dim=5, ffn_dim=17, vocab=101, tied=False
+SMALL = Model(
+    (Layer(Attention(22, 4, 2, 5, 5), FeedForward(22, 17)),) * 3,
+    vocab=101,
 )
 
 
@@ -64,55 +60,38 @@ def test_grouped_and_free_head_width() -> None:
         attention_parameters(22, 4)
 
 
-def test_smollm2_parameters() -> None:
-    assert SMOLLM2.parameters == 134515008
-    assert SMOLLM2.embedding_parameters == 49152 * 576
-    assert SMOLLM2.head_parameters == 0
-
-
 def test_untied_parameters_equal_the_matrices_listed_one_by_one() -> None:
     d, q, kv, f, v = 22, 20, 10, 17, 101
     layer = [(d, q), (d, kv), (d, kv), (q, d), (d, f), (d, f), (f, d), (d, 1), (d, 1)]
-    assert SMALL.parameters == sum(
+    assert parameters_of(SMALL).total == sum(
         a * b for a, b in [(v, d), *itertools.chain(*[layer] * 3), (d, 1), (d, v)]
     )
 
 
-def test_report_parts() -> None:
+def test_summary() -> None:
     tokens, pairs = 13, 13 * 14 // 2
-    report = Report.of_decoder(SMALL, tokens, visible_pairs=pairs, dtype="bfloat16")
-    assert report.products_projections == 3 * 13 * (2 * 22 * 20 + 2 * 22 * 10)
-    assert report.products_scores == report.products_values == 3 * 4 * pairs * 5
-    assert report.products_feed_forward == 3 * 13 * 3 * 22 * 17
-    assert report.products_head == 13 * 22 * 101
-    assert report.exponentials == 3 * 4 * pairs
-    assert report.kv_cache_bytes == 2 * 3 * 2 * 5 * 13 * 2
-    assert report.score_table_bytes_head == 13 * 13 * 2
-    assert report.score_table_bytes_layer == 4 * report.score_table_bytes_head
-    assert report.score_table_bytes_model == 3 * report.score_table_bytes_layer
-
-    flat = report.as_dict()
-    assert all(isinstance(value, (int, str)) for value in flat.values())
+    counts = summary(SMALL, tokens, dtype="bfloat16")
+    assert counts["visible_pairs"] == pairs
+    assert counts["products_projections"] == 3 * 13 * (2 * 22 * 20 + 2 * 22 * 10)
+    assert counts["products_scores"] == counts["products_values"] == 3 * 4 * pairs * 5
+    assert counts["products_feed_forward"] == 3 * 13 * 3 * 22 * 17
+    assert counts["products_head"] == 13 * 22 * 101
+    assert counts["exponentials"] == 3 * 4 * pairs
+    assert counts["kv_cache_bytes"] == 2 * 3 * 2 * 5 * 13 * 2
+    assert counts["score_table_bytes_head"] == 13 * 13 * 2
+    assert counts["score_table_bytes_layer"] == 4 * 13 * 13 * 2
+    assert counts["score_table_bytes_model"] == 3 * 4 * 13 * 13 * 2
     for kind in ("parameters", "products"):
-        parts = [v for k, v in flat.items() if k.startswith(kind) and not k.endswith("_total")]
-        assert flat[f"{kind}_total"] == sum(int(part) for part in parts)
-    assert flat["parameters_total"] == SMALL.parameters
+        parts = [v for k, v in counts.items() if k.startswith(kind) and not k.endswith("_total")]
+        assert counts[f"{kind}_total"] == sum(int(part) for part in parts)
+    assert counts["parameters_total"] == parameters_of(SMALL).total
+    assert summary(SMALL, tokens, dtype="bfloat16", visible_pairs=40)["exponentials"] == 12 * 40
 
 
 def test_logits_of_the_last_row_alone() -> None:
-    whole = Report.of_decoder(SMALL, 13, visible_pairs=91, dtype="float32")
-    last = Report.of_decoder(SMALL, 13, visible_pairs=91, dtype="float32", logit_rows=1)
-    assert whole.products_total - last.products_total == 12 * 22 * 101
-
-
-def test_kv_cache_depends_on_the_kv_width_alone() -> None:
-    def plain(heads: int) -> DecoderConfig:
-        return DecoderConfig(2, 64, heads, heads, 64 // heads, 128, 11, True)
-
-    sizes = {plain(heads).kv_cache_bytes(19, "float16") for heads in (1, 2, 4, 8, 16)}
-    assert sizes == {2 * 2 * 64 * 19 * 2}
-    assert SMOLLM2.kv_cache_bytes(2048, "float32") == 2 * 30 * 192 * 2048 * 4
-    assert SMOLLM2.kv_cache_bytes(2048, "int8") * 4 == SMOLLM2.kv_cache_bytes(2048, "float32")
+    whole = summary(SMALL, 13, dtype="float32")
+    last = summary(SMALL, 13, dtype="float32", logit_rows=1)
+    assert int(whole["products_total"]) - int(last["products_total"]) == 12 * 22 * 101
 
 
 # Case A21: queries, keys, a rule that says whether query i sees key j, pairs seen.
@@ -165,49 +144,11 @@ def test_grouped_heads_change_bytes_not_flops() -> None:
     assert call(4).input_bytes - call(1).input_bytes == 3 * 3 * 2 * 8 * 11 * 2
 
 
-def llama(**changes: object) -> SimpleNamespace:
-    sizes: dict[str, object] = {
-        "model_type": "llama",
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    }
-    return SimpleNamespace(**{k: v for k, v in (sizes | changes).items() if v != "absent"})
-
-
-def test_from_transformers() -> None:
-    assert DecoderConfig.from_transformers(llama()) == SMOLLM2
-    assert DecoderConfig.from_transformers(llama(head_dim=None)) == SMOLLM2
-    assert DecoderConfig.from_transformers(llama(head_dim=32)).head_dim == 32
-    assert DecoderConfig.from_transformers(llama(num_key_value_heads="absent")).kv_heads == 9
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"model_type": "gemma2"}, "gemma2"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"intermediate_size": "absent"}, "intermediate_size"),
-        ({"num_attention_heads": 10}, "kv_heads"),
-        ({"num_hidden_layers": 0}, "layers"),
-    ],
-)
-def test_a_config_that_would_be_counted_wrongly_is_refused(
-    changes: dict[str, object], named: str
-) -> None:
-    with pytest.raises(ArgumentError, match=named):
-        DecoderConfig.from_transformers(llama(**changes))
-
-
 def test_counts_that_cannot_be_are_refused() -> None:
     with pytest.raises(ArgumentError, match="visible_pairs"):
-        Report.of_decoder(SMALL, 13, visible_pairs=170, dtype="float32")
-    with pytest.raises(ArgumentError, match="context"):
-        Report.of_decoder(SMALL, -1, visible_pairs=0, dtype="float32")
+        summary(SMALL, 13, visible_pairs=170, dtype="float32")
+    with pytest.raises(ArgumentError, match="queries"):
+        summary(SMALL, -1, dtype="float32")
     with pytest.raises(ArgumentError, match="complex64"):
         dtype_bytes("complex64")
     with pytest.raises(ArgumentError, match="integer"):
@@ -219,6 +160,14 @@ def test_dtype_of_torch() -> None:
     assert dtype_bytes(torch.bfloat16) == dtype_bytes("bfloat16") == 2
 
 
-def test_cost_needs_no_transformers() -> None:
-    code = "import sys, multihead.cost; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_cost_is_arithmetic_alone() -> None:
+    folder = Path(multihead.cost.__file__).parent
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, path
+                names = [node.module or ""]
+            for name in names:
+                ours = name == "multihead.errors" or name.startswith("multihead.cost")
+                assert ours or name.split(".")[0] in sys.stdlib_module_names, (path, name)

@@ -96,7 +96,7 @@ def test_the_cache_depends_on_the_kv_width_alone() -> None:
 )
 def test_score_tables(tokens: int, table: int) -> None:
     model = one_layer(Attention.of(1024, 8))
-    model = model.with_layers(model.layers * 3)
+    model = replace(model, layers=model.layers * 3)
     tables = score_tables(model, Pass(tokens, batch=2), "float16")
     assert (tables.head, tables.layer, tables.model) == (table, 16 * table, 48 * table)
 

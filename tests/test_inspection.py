@@ -211,12 +211,19 @@ def test_without_a_report_no_map_is_made(inspection: Inspection) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma2", "gemma3", "gpt_oss"])
 def test_other_families(family: str) -> None:
-    made = inspect(families.build(family), text=TEXT, max_tokens=53, report=True)
+    model = families.build(family)
+    made = inspect(model, text=TEXT, max_tokens=53, report=True)
     assert made.maps["mass"].shape[-2:] == made.maps["uniform"].shape == (53, 53)
     assert all(np.isfinite(values).all() for values in made.statistics.values())
     hidden = np.isnan(made.maps["uniform"])
     assert np.isnan(made.maps["mass"][..., hidden]).all()
-    assert made.cost == {}
+    assert made.cost["parameters_total"] == sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_whose_cost_is_not_known_has_none() -> None:
+    model = families.build("llama")
+    model.config.model_type = "unheard_of"
+    assert inspect(model, text=TEXT, max_tokens=5).cost == {}
 
 
 def test_the_built_in_text() -> None:

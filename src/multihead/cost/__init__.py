@@ -13,25 +13,36 @@ from multihead.cost.attention import (
     value_products,
 )
 from multihead.cost.cache import CacheKind, cache_bytes
-from multihead.cost.decoder import DecoderConfig
+from multihead.cost.device import DEVICES, Device, device
+from multihead.cost.estimate import Estimate, estimate
 from multihead.cost.families import MODEL_TYPES, from_transformers
+from multihead.cost.fit import (
+    largest_batch,
+    largest_context,
+    largest_training_batch,
+    serving_bytes,
+)
 from multihead.cost.memory import ScoreTables, score_tables, weight_bytes
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
 from multihead.cost.operations import Operations, Pass, backward, forward
 from multihead.cost.pairs import visible_pairs
 from multihead.cost.parameters import Parameters, parameters_of
 from multihead.cost.parts import AnyAttention, Attention, LatentAttention, Projection
-from multihead.cost.report import Report
+from multihead.cost.summary import summary
+from multihead.cost.traffic import Traffic, Widths, traffic
 from multihead.cost.training import TrainingMemory, activation_bytes, training_memory
+from multihead.cost.variants import sweep_head_dims, sweep_heads, what_if, with_kind
 
 __all__ = [
+    "DEVICES",
     "MODEL_TYPES",
     "AnyAttention",
     "AnyFeedForward",
     "Attention",
     "AttentionCost",
     "CacheKind",
-    "DecoderConfig",
+    "Device",
+    "Estimate",
     "Experts",
     "FeedForward",
     "LatentAttention",
@@ -41,22 +52,35 @@ __all__ = [
     "Parameters",
     "Pass",
     "Projection",
-    "Report",
     "ScoreTables",
+    "Traffic",
     "TrainingMemory",
+    "Widths",
     "activation_bytes",
     "attention_parameters",
     "backward",
     "cache_bytes",
+    "device",
     "dtype_bytes",
+    "estimate",
     "forward",
     "from_transformers",
+    "largest_batch",
+    "largest_context",
+    "largest_training_batch",
     "parameters_of",
     "score_products",
     "score_table_bytes",
     "score_tables",
+    "serving_bytes",
+    "summary",
+    "sweep_head_dims",
+    "sweep_heads",
+    "traffic",
     "training_memory",
     "value_products",
     "visible_pairs",
     "weight_bytes",
+    "what_if",
+    "with_kind",
 ]

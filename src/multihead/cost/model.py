@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 from multihead.cost.checks import check_choice, check_counts, check_sizes
@@ -193,7 +193,3 @@ class Model:
     def embed_dim(self) -> int:
         """Width of the stream."""
         return self.layers[0].embed_dim
-
-    def with_layers(self, layers: tuple[Layer, ...]) -> Model:
-        """The same model with other layers."""
-        return replace(self, layers=layers)

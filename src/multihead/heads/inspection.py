@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cost import DecoderConfig, Report
+from ..cost import from_transformers, summary
 from ..errors import ArgumentError, InputError, ModelError
 from ..machine import processor_name
 from ..ops.backends import native
@@ -89,7 +89,7 @@ class Inspection:
     * `provenance`: model, file, dtype, backend, tokens, times, measured error against float64;
       `instruction_set` is that of the native kernels for this dtype, None where another backend
       served
-    * `cost`: the fields of `multihead.cost.Report`; empty for a model that it does not cover
+    * `cost`: the fields of `multihead.cost.summary`; empty for a model that it does not cover
     * `tokens`: the text of each token [N]
     * `statistics`: [L, H] each; names and meanings in `multihead.heads.statistics`
     * `strips`: [L, H, S] each, the statistics of single queries averaged over bins of queries
@@ -201,7 +201,7 @@ def inspect_model(
             "forward_seconds": forward_seconds,
             "peak_rss_bytes": _peak_rss_bytes(),
         },
-        cost=_cost(config, len(tokens.ids), first.visible_pairs, model.dtype),
+        cost=_cost(config, len(tokens.ids), model.dtype),
         tokens=tokens.pieces,
         layers=len(layers),
         heads=first.heads,
@@ -286,19 +286,12 @@ def _provenance(
     }
 
 
-def _cost(config: Any, tokens: int, visible_pairs: int, dtype: torch.dtype) -> dict[str, int | str]:
+def _cost(config: Any, tokens: int, dtype: torch.dtype) -> dict[str, int | str]:
     try:
-        decoder = DecoderConfig.from_transformers(config)
+        described = from_transformers(config)
     except ArgumentError:
         return {}
-    report = Report.of_decoder(
-        decoder,
-        tokens,
-        visible_pairs=visible_pairs,
-        dtype=dtype,
-        logit_rows=0,
-    )
-    return report.as_dict()
+    return summary(described, tokens, dtype=dtype, logit_rows=0)
 
 
 def _token_view(layers: list[Layer], index: int, text: str) -> TokenView:
