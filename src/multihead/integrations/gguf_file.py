@@ -66,7 +66,7 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.reader = _open(self.path)
+        self.reader = open_reader(self.path)
         self.architecture = self.text("general.architecture")
         if self.architecture not in SUPPORTED_ARCHITECTURES:
             raise ModelError(
@@ -226,7 +226,8 @@ class GGUFTensors(Mapping[str, Tensor]):
         return str(self._tensors[name].name)
 
 
-def _open(path: Path) -> Any:
+def open_reader(path: Path) -> Any:
+    """The reader of a GGUF file of any architecture; raises as `GGUFFile` does."""
     gguf = import_extra("gguf")
     if not path.is_file():
         raise ModelError(f"There is no file {path}.")
