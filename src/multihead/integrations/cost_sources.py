@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import singledispatch
+from functools import partial, singledispatch
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from ..cost.parts import Norm, norm_parameters
 from ..errors import ArgumentError, DtypeError
 from ..masks import Window
 from ..models import Encoder, EncoderDecoder, LanguageModel
+from ..models.blocks import OffsetRMSNorm
 from ..nn import (
     FeedForward,
     GatedFeedForward,
@@ -93,6 +94,7 @@ def _(module: MultiHeadAttention) -> cost.Attention:
         sinks=module.sinks is not None,
         window=window,
         window_ahead=ahead,
+        rotary_dim=0 if module.rope is None else module.rope.width(module.head_dim),
     )
 
 
@@ -114,13 +116,25 @@ def _(module: LatentAttention) -> cost.LatentAttention:
 @_described.register
 def _(module: FeedForward) -> cost.FeedForward:
     up = module.up_proj
-    return cost.FeedForward(module.embed_dim, up.out_features, False, up.bias is not None)
+    return cost.FeedForward(
+        module.embed_dim,
+        up.out_features,
+        gated=False,
+        bias=up.bias is not None,
+        activation=_activation(module.activation),
+    )
 
 
 @_described.register
 def _(module: GatedFeedForward) -> cost.FeedForward:
     both = module.gate_up_proj
-    return cost.FeedForward(module.embed_dim, both.out_features // 2, True, both.bias is not None)
+    return cost.FeedForward(
+        module.embed_dim,
+        both.out_features // 2,
+        gated=True,
+        bias=both.bias is not None,
+        activation=_activation(module.activation),
+    )
 
 
 @_described.register
@@ -231,7 +245,9 @@ def _norm_of_model(module: LanguageModel | Encoder) -> Norm:
 
 def _norm(norm: nn.Module, width: int) -> Norm:
     """What a norm trains, from its parameters: a gain, a gain and a bias, or nothing."""
-    unbiased: Norm = "layer_unbiased" if isinstance(norm, nn.LayerNorm) else "rms"
+    unbiased: Norm = "rms_offset" if isinstance(norm, OffsetRMSNorm) else "rms"
+    if isinstance(norm, nn.LayerNorm):
+        unbiased = "layer_unbiased"
     kinds: tuple[Norm, ...] = ("none", unbiased, "layer")
     size = _size(norm)
     for kind in kinds:
@@ -241,6 +257,14 @@ def _norm(norm: nn.Module, width: int) -> Norm:
         f"a norm over {width} lanes is counted with no parameters, {width} gains, or as many gains "
         f"and biases; {type(norm).__name__} has {size} parameters."
     )
+
+
+def _activation(activation: object) -> str:
+    """Its name in torch.nn.functional, such as "silu"."""
+    while isinstance(activation, partial):  # GELU's approximation by tanh keeps what GELU keeps
+        activation = activation.func
+    name = getattr(activation, "__name__", type(activation).__name__)
+    return name.lower()
 
 
 def _size(module: nn.Module | None) -> int:
