@@ -4,6 +4,7 @@ Nothing here runs a model or imports torch. A *product* is one multiply-add; twi
 floating-point operations.
 """
 
+from multihead.cost.advice import VASWANI_3A, Remark, Trial, head_size_remarks
 from multihead.cost.attention import (
     AttentionCost,
     attention_parameters,
@@ -13,6 +14,7 @@ from multihead.cost.attention import (
     value_products,
 )
 from multihead.cost.cache import CacheKind, cache_bytes
+from multihead.cost.crossover import crossover
 from multihead.cost.device import DEVICES, Device, device
 from multihead.cost.estimate import Estimate, estimate
 from multihead.cost.families import MODEL_TYPES, from_transformers
@@ -28,6 +30,7 @@ from multihead.cost.operations import Operations, Pass, backward, forward
 from multihead.cost.pairs import visible_pairs
 from multihead.cost.parameters import Parameters, parameters_of
 from multihead.cost.parts import AnyAttention, Attention, LatentAttention, Projection
+from multihead.cost.report import Setting, measures, outline, report
 from multihead.cost.summary import summary
 from multihead.cost.traffic import Traffic, Widths, traffic
 from multihead.cost.training import TrainingMemory, activation_bytes, training_memory
@@ -36,6 +39,7 @@ from multihead.cost.variants import sweep_head_dims, sweep_heads, what_if, with_
 __all__ = [
     "DEVICES",
     "MODEL_TYPES",
+    "VASWANI_3A",
     "AnyAttention",
     "AnyFeedForward",
     "Attention",
@@ -52,23 +56,31 @@ __all__ = [
     "Parameters",
     "Pass",
     "Projection",
+    "Remark",
     "ScoreTables",
+    "Setting",
     "Traffic",
     "TrainingMemory",
+    "Trial",
     "Widths",
     "activation_bytes",
     "attention_parameters",
     "backward",
     "cache_bytes",
+    "crossover",
     "device",
     "dtype_bytes",
     "estimate",
     "forward",
     "from_transformers",
+    "head_size_remarks",
     "largest_batch",
     "largest_context",
     "largest_training_batch",
+    "measures",
+    "outline",
     "parameters_of",
+    "report",
     "score_products",
     "score_table_bytes",
     "score_tables",
