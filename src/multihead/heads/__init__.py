@@ -20,6 +20,7 @@ from .comparison import Comparison, HeadDifference
 from .histogram import Quantile
 from .lazy_weights import LazyRows, LazyWeights
 from .record import HeadRecord
+from .pruning import load_pruned, prune
 from .statistics import MAXIMA, MEANS, STATISTICS
 from .trainer import trainer_callback
 from .watch import Heads, watch
@@ -35,8 +36,10 @@ __all__ = [
     "gate_gradient",
     "head_units",
     "leave_one_out",
+    "load_pruned",
     "mean_loss",
     "next_token_loss",
+    "prune",
     "random_importance",
     "rank_correlation",
     "removal_curve",

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
+from . import hf_pruning
+from .checkpoints import CONFIG, read_json
 from .extras import import_extra
 from .gguf import LoadedModel, load_gguf
 from .gguf_file import ModelFacts
@@ -73,19 +75,25 @@ def smollm2_file() -> Path:
 
 def _load_folder(path: Path, dtype: torch.dtype) -> LoadedModel:
     transformers = import_extra("transformers")
-    if not (path / "config.json").is_file():
+    if not (path / CONFIG).is_file():
         raise ModelError(
             f"{path} is no transformers model: it has no config.json. Give the folder that "
             "save_pretrained wrote, or the path of a .gguf file."
         )
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True
-        )
+        model = _folder_model(transformers, path, dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"transformers cannot load {path} as a language model: {error}") from error
     return LoadedModel(model.eval(), tokenizer, _facts(path, model))
+
+
+def _folder_model(transformers: Any, path: Path, dtype: torch.dtype) -> Any:
+    if hf_pruning.is_pruned(read_json(path / CONFIG)):
+        return hf_pruning.load_pruned(path, dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True
+    )
 
 
 def _facts(path: Path, model: Any) -> ModelFacts:

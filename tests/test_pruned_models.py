@@ -1,0 +1,311 @@
+"""Whole models without some of their heads: the same function, saved and loaded again."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import families
+import multihead as mh
+import tiny
+from ablated import outputs, zeroed
+from close import assert_close
+from multihead.heads import ablate, load_pruned, mean_loss, prune
+from multihead.integrations import load_checkpoint, save_checkpoint
+from multihead.integrations.attention_layers import attention_layers
+from multihead.models.checkpoints import build as build_ours
+from multihead.models.checkpoints import read_config
+from requires import require
+
+GROUP = {(0, 0), (0, 1), (0, 2)}
+EVERY_OTHER = {(0, 1), (0, 5), (1, 2), (1, 3)}
+LAYER = {(0, head) for head in range(6)} | {(1, 3), (1, 4), (1, 5)}
+THREE = (
+    {(0, 1)},
+    {(0, 0), (1, 1), (1, 2)},
+    {(0, 0), (0, 1), (0, 2), (1, 0)},
+)  # of 3 heads, ungrouped
+GROUPED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss")
+IDS = tiny.tokens(2, 7)
+
+
+def pruned(model, heads):
+    copied = copy.deepcopy(model)
+    prune(copied, heads)
+    return copied
+
+
+@pytest.fixture
+def _theirs():
+    require("models")
+
+
+@pytest.mark.parametrize("positions", tiny.POSITIONS)
+@pytest.mark.parametrize("heads", [GROUP, EVERY_OTHER, LAYER])
+def test_our_language_models(positions, heads):
+    whole = tiny.language_model(positions, out_bias=True, sinks=True).double()
+    got, expected = pruned(whole, heads), zeroed(whole, heads)
+    torch.testing.assert_close(outputs(got, IDS), outputs(expected, IDS), rtol=0, atol=1e-12)
+    assert_close(outputs(got.float(), IDS), outputs(expected, IDS), outputs(expected.float(), IDS))
+    assert [layer.num_heads for layer in got.config.layers] == [
+        6 - sum(index == layer for layer, _ in heads) for index in range(2)
+    ]
+    assert [layer.attention.num_heads for layer in got.blocks] == [
+        layer.num_heads for layer in got.config.layers
+    ]
+    again = build_ours(got.config)
+    again.load_state_dict(got.state_dict())
+    assert torch.equal(outputs(again.eval(), IDS), outputs(got, IDS))
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "window", "paged"])
+@pytest.mark.parametrize("positions", ["rope", "alibi"])
+def test_our_caches_count_tokens_for_a_layer_without_heads(kind, positions):
+    model = pruned(tiny.language_model(positions).double(), LAYER)
+    caches = model.make_caches(kind, batch=2, capacity=16)
+    with torch.no_grad():
+        steps = [
+            model(IDS[:, :4], caches=caches),
+            *(model(IDS[:, i : i + 1], caches=caches) for i in (4, 5, 6)),
+        ]
+    torch.testing.assert_close(torch.cat(steps, 1), outputs(model, IDS), rtol=0, atol=1e-12)
+    assert caches[0].filled_nbytes <= 16 * 8  # no keys and no values
+
+
+def test_generation_without_heads_follows_the_masked_model():
+    model = tiny.language_model()
+    for kind in ("growing", "static", "paged"):
+        got = mh.generate(pruned(model, LAYER), [[3, 4, 5], [6]], max_new_tokens=6, cache=kind)
+        assert got == mh.generate(
+            zeroed(model, LAYER), [[3, 4, 5], [6]], max_new_tokens=6, cache=kind
+        )
+
+
+def test_an_encoder_and_the_parts_of_an_encoder_decoder():
+    whole = tiny.encoder_decoder().double()
+    heads = {(0, 1), (1, 0), (2, 0), (2, 1), (2, 2), (4, 1), (4, 4)}  # 3 and 5 are cross-attentions
+    got = pruned(whole, heads)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            got(IDS, IDS), zeroed(whole, heads)(IDS, IDS), rtol=0, atol=1e-12
+        )
+    assert got.config.source.layers[0].pruned.heads == (1,)
+    assert got.config.target.layers[1].pruned.heads == (1, 4)
+    again = build_ours(got.config).double().eval()
+    again.load_state_dict(got.state_dict())
+    with torch.no_grad():
+        assert torch.equal(again(IDS, IDS), got(IDS, IDS))
+    with pytest.raises(mh.ModelError, match="a cross-attention of a whole model, cannot be pruned"):
+        prune(whole, {(3, 0)})
+
+
+@pytest.mark.usefixtures("_theirs")
+@pytest.mark.parametrize("family", [*GROUPED, "gpt2", "bert"])
+def test_transformers_models_pruned_saved_and_loaded(family, tmp_path):
+    whole = families.build(family).double()
+    for number, heads in enumerate((GROUP, EVERY_OTHER, LAYER) if family in GROUPED else THREE):
+        got, expected = pruned(whole, heads), zeroed(whole, heads)
+        torch.testing.assert_close(outputs(got, IDS), outputs(expected, IDS), rtol=0, atol=1e-12)
+        smaller = pruned(families.build(family), heads)
+        folder = tmp_path / str(number)
+        smaller.save_pretrained(folder)
+        again = load_pruned(folder)
+        again.set_attn_implementation("eager")
+        again.config._experts_implementation = "eager"
+        assert type(again) is type(whole)
+        assert not again.training
+        assert torch.equal(outputs(again, IDS), outputs(smaller, IDS))
+        assert {name: p.shape for name, p in again.named_parameters()} == {
+            name: p.shape for name, p in got.named_parameters()
+        }
+
+
+@pytest.mark.usefixtures("_theirs")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3", "gpt_oss"])
+def test_transformers_caches_and_implementations(family):
+    from multihead.integrations.hf_cache import PreallocatedCache
+    from multihead.integrations.transformers import register
+
+    register()
+    heads = LAYER if family in GROUPED else THREE[2]
+    whole = families.build(family)
+    got, expected = pruned(whole, heads), zeroed(whole, heads)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    tokens = expected.generate(IDS, **options)
+    assert torch.equal(got.generate(IDS, **options), tokens)
+    assert torch.equal(got.generate(IDS, **options, cache_implementation="static"), tokens)
+    assert torch.equal(
+        got.generate(IDS, **options, past_key_values=PreallocatedCache(got.config)), tokens
+    )
+    plain = () if family in families.WITHOUT_SDPA else ("sdpa",)
+    for implementation in (*plain, "multihead"):
+        got.set_attn_implementation(implementation)
+        expected.set_attn_implementation(implementation)
+        torch.testing.assert_close(outputs(got, IDS), outputs(expected, IDS))
+        assert torch.equal(got.generate(IDS, **options), tokens)
+
+
+@pytest.mark.usefixtures("_theirs")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_layers_without_heads_copy_pickle_and_give_weights(family):
+    heads = LAYER if family == "llama" else THREE[2]
+    model = pruned(families.build(family), heads)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(outputs(again, IDS), outputs(model, IDS))
+    with torch.no_grad():
+        weights = model(IDS, output_attentions=True).attentions
+    assert [it.shape[1] for it in weights] == [
+        len(layer.heads) for layer in attention_layers(model)
+    ]
+    assert weights[0].shape == (2, 0, 7, 7)
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_numbers_stay_those_of_the_whole_model(tmp_path):
+    whole = families.build("llama")
+    twice = pruned(pruned(whole, GROUP), {(1, 3), (1, 4), (1, 5)})
+    twice.save_pretrained(tmp_path)
+    again = load_pruned(tmp_path)
+    prune(again, {(0, 3)} | {(0, 4)})
+    everything = GROUP | {(1, 3), (1, 4), (1, 5), (0, 3), (0, 4)}
+    torch.testing.assert_close(outputs(again, IDS), outputs(pruned(whole, everything), IDS))
+    assert again.config.multihead_pruned_heads == {"0": [0, 1, 2, 3, 4], "1": [3, 4, 5]}
+    with pytest.raises(
+        mh.ArgumentError, match=r"layer 0 has no head 1; its heads are 5\. It was pruned\."
+    ):
+        prune(again, {(0, 1)})
+    with ablate(again, {(0, 5)}):
+        got = outputs(again, IDS)
+    torch.testing.assert_close(got, outputs(zeroed(whole, everything | {(0, 5)}), IDS))
+
+
+@pytest.mark.usefixtures("_theirs")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "qwen3"])
+def test_ours_and_theirs_read_each_other(family, tmp_path):
+    heads = LAYER if family in GROUPED else THREE[2]
+    theirs = pruned(families.build(family), heads)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_checkpoint(tmp_path / "theirs")
+    assert [layer.heads for layer in attention_layers(ours)] == [
+        layer.heads for layer in attention_layers(theirs)
+    ]
+    torch.testing.assert_close(outputs(ours, IDS), outputs(theirs, IDS), rtol=1e-4, atol=1e-4)
+    save_checkpoint(ours, tmp_path / "ours", family)
+    again, back = load_checkpoint(tmp_path / "ours"), load_pruned(tmp_path / "ours")
+    assert again.config == ours.config
+    assert torch.equal(outputs(again, IDS), outputs(ours, IDS))
+    torch.testing.assert_close(outputs(back, IDS), outputs(theirs, IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_a_checkpoint_of_ours_without_their_library(tmp_path):
+    whole = tiny.language_model()
+    got = pruned(whole, LAYER)
+    save_checkpoint(got, tmp_path, "llama")
+    again = load_checkpoint(tmp_path)
+    assert [layer.pruned for layer in again.config.layers] == [
+        layer.pruned for layer in got.config.layers
+    ]
+    assert torch.equal(outputs(again, IDS), outputs(got, IDS))
+    assert mean_loss(again, IDS) == pytest.approx(mean_loss(zeroed(whole, LAYER), IDS), abs=1e-5)
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_transformers_refuses_a_pruned_folder_and_we_a_whole_one(tmp_path):
+    model = families.build("llama")
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(
+        mh.ModelError, match=r"is no pruned model: its config\.json has no multihead_pruned_heads"
+    ):
+        load_pruned(tmp_path / "whole")
+    with pytest.raises(mh.ModelError, match="has no config"):
+        load_pruned(tmp_path)
+    prune(model, GROUP)
+    model.save_pretrained(tmp_path / "pruned")
+    with pytest.raises(RuntimeError, match="size"):
+        type(model).from_pretrained(tmp_path / "pruned")
+
+
+FIELDS = {
+    "model_type": "llama",
+    "vocab_size": 5,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+FIELDS |= {
+    "intermediate_size": 3,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"2": [0]}, "names layer 2, but there are 2 layers"),
+        ({"0": [7]}, "layer 0: the layer has no head 7; its heads are numbered 0 to 3"),
+        ({"0": [1]}, "would keep KV groups of 1 and 2 query heads"),
+        ([1], "must be of the form .*; got a list"),
+        ({"0": 3}, "must be of the form"),
+        ({"x": [3]}, "must be of the form"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(field, message):
+    with pytest.raises(mh.ModelError, match=message):
+        read_config(FIELDS | {"multihead_pruned_heads": field})
+
+
+def test_nothing_is_pruned_where_something_cannot_be():
+    model = tiny.language_model()
+    before = outputs(model, IDS)
+    for heads, error, message in (
+        (
+            {(0, 0), (0, 1), (0, 2), (1, 0)},
+            mh.ArgumentError,
+            r"layer 1 would keep KV groups of 2 and 3",
+        ),
+        ({(0, 0), (5, 1)}, mh.ArgumentError, "no layer 5"),
+        ([0, 1], mh.DtypeError, "pairs"),
+    ):
+        with pytest.raises(error, match=message):
+            prune(model, heads)
+    assert torch.equal(outputs(model, IDS), before)
+    config = model.config
+    prune(model, set())
+    assert model.config is config
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_what_has_other_parts_is_refused():
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 5, "num_hidden_layers": 1}
+    olmo = Olmo2ForCausalLM(Olmo2Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    with pytest.raises(
+        mh.ModelError, match=r"its q_norm.weight, \[8\], belongs to all heads together"
+    ):
+        prune(olmo, {(0, 0)})
+    with pytest.raises(mh.ModelError, match="BartAttention, cannot be pruned, only ablated"):
+        prune(families.build("bart"), {(0, 0)})
+    with pytest.raises(mh.ModelError, match="DeepseekV3Attention, cannot be pruned"):
+        prune(families.build("deepseek_v3"), {(0, 0)})
+    llama = families.build("llama")
+    llama.model.layers[0].self_attn.o_proj = torch.nn.Sequential(
+        llama.model.layers[0].self_attn.o_proj
+    )
+    with pytest.raises(mh.ModelError, match="cannot be told apart"):
+        prune(llama, GROUP)
+    latent = mh.LatentAttention(8, 2, latent_dim=4, nope_dim=4, rope_dim=2, value_dim=4)
+    with pytest.raises(mh.ModelError, match="LatentAttention, cannot be pruned"):
+        prune(latent, {(0, 0)})
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_watching_a_model_of_unequal_layers():
+    model = pruned(families.build("llama"), EVERY_OTHER - {(1, 2), (1, 3)})
+    with mh.watch(model) as heads:
+        outputs(model, IDS)
+    assert heads.queries.tolist() == [[14] * 4 + [0] * 2, [14] * 6]
