@@ -265,3 +265,41 @@ def test_reports_that_say_too_little_are_refused() -> None:
     report, _ = measured(built, lambda: built(x))
     with pytest.raises(mh.ModelError, match="max_qk that is not finite"):
         qk_clip(built, report, tau=1.0)
+
+
+def trained(*, clip: bool, steps: int = 110) -> tuple[float, float]:
+    """Mean loss of the last ten steps of a rate that is too high, and the largest max_qk."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    block = mh.BlockConfig(32, 4, 64, rope=mh.RoPE())
+    model = mh.LanguageModel(mh.LanguageModelConfig(16, (block,) * 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.04)
+    generator = torch.Generator().manual_seed(1)
+    losses, largest = [], 0.0
+    with stability(model) as monitor:
+        for _ in range(steps):
+            half = torch.randint(0, 16, (8, 12), generator=generator)
+            ids = torch.cat((half, half), 1)  # the second half can be known, by attending
+            logits = model(ids)[:, 11:-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, ids[:, 12:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            report = monitor.step()
+            if clip:
+                qk_clip(model, report, tau=30.0)
+            losses.append(loss.item())
+            largest = max(largest, float(report.max_qk.max()))
+    torch.set_num_threads(threads)
+    return sum(losses[-10:]) / 10, largest
+
+
+@pytest.mark.slow
+def test_logits_of_a_run_explode_and_with_clipping_do_not() -> None:
+    """Bounds hold for any seed that was tried; losses of such runs differ by chance."""
+    _, largest = trained(clip=False)
+    assert largest > 300
+    loss, largest = trained(clip=True)
+    assert largest < 60  # tau, and what one step adds
+    assert loss < 2.0  # chance is 2.77
