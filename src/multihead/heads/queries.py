@@ -6,13 +6,18 @@ Shape suffixes: b batch, h head, q query row, k key column.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..masks import MaskParts
+from ..ops.cells import cells_at, visible_at
 from ..ops.problem import Logits
+from ..ops.scores import bias_rectangle
 from ..ops.sweep import visible_keys
+
+T = TypeVar("T", bound=Logits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +42,15 @@ class Queries:
 
 
 def queries_of(call: Logits, *, self_attention: bool = True) -> Queries:
-    """The queries of `call`.
+    """The queries of `call`, in which a bias hides by -inf alone: see `with_hiding_bias`.
 
     * A query is real if it sees a key. In self-attention it must also have a key of its own that
       is no padding: one that no KeyPadding mask hides, and that a mask tensor or a bias does not
-      hide from every query. A bias of the lowest number of its dtype hides, too.
+      hide from every query (if it lets any query see its own key).
     * The first key of a text is the sequence's first; its first visible one under KeyPadding; the
       first of the query's document under Documents; the one at position 0 under Positions. Where
       a tensor says who sees whom, a query that sees no key before its own begins a text.
     """
-    call = _with_hiding_bias(call)
     own_bq = _own(call.parts)
     keys_bhq = visible_keys(call)
     real_bhq = keys_bhq > 0
@@ -61,19 +65,26 @@ def queries_of(call: Logits, *, self_attention: bool = True) -> Queries:
     )
 
 
-def has_other_firsts(parts: MaskParts) -> bool:
-    """Whether `queries_of` may name another first key than the column `parts.first`."""
-    others = (parts.query_ids, parts.key_positions, parts.ranges, parts.dense)
-    return any(part is not None for part in others)
+def has_other_firsts(call: Logits) -> bool:
+    """Whether `queries_of` may name another first key than the column `call.parts.first`."""
+    parts = call.parts
+    named = parts.query_ids is not None or parts.key_positions is not None
+    return named or _says_who_sees_whom(call)
 
 
-def _with_hiding_bias(call: Logits) -> Logits:
-    """`call` with -inf where its bias hides by the lowest number of its dtype."""
+def with_hiding_bias(call: T) -> T:
+    """`call` with -inf where its bias hides by the lowest number of its dtype, or nearly that."""
     if not isinstance(call.bias, Tensor):
         return call
     bias = call.bias.detach()
-    hidden = bias <= torch.finfo(bias.dtype).min
+    hidden = bias <= torch.finfo(bias.dtype).min / 2
     return replace(call, bias=bias.masked_fill(hidden, -torch.inf)) if hidden.any() else call
+
+
+def _says_who_sees_whom(call: Logits) -> bool:
+    """Whether a tensor says what single queries see."""
+    parts = call.parts
+    return parts.ranges is not None or parts.dense is not None or isinstance(call.bias, Tensor)
 
 
 def _positions(parts: MaskParts) -> Tensor:
@@ -103,9 +114,9 @@ def _first(call: Logits, own_bq: Tensor) -> Tensor:
         zeros_bq = torch.zeros_like(_positions(parts))
         return _column_of(parts.key_positions.long(), zeros_bq, parts.key_visible)
     first = torch.as_tensor(parts.first, device=own_bq.device).long().reshape(-1, 1)
-    if parts.ranges is None and parts.dense is None:
+    if not _says_who_sees_whom(call):
         return first.expand(-1, own_bq.shape[-1])
-    lowest_bq = _lowest_seen(parts)
+    lowest_bq = _lowest_seen(call)
     row_q = torch.arange(own_bq.shape[-1], device=own_bq.device)
     begins_bq = (lowest_bq == own_bq) & (own_bq >= 0)
     latest_bq = torch.where(begins_bq, row_q, -1).cummax(-1).values
@@ -115,12 +126,13 @@ def _first(call: Logits, own_bq: Tensor) -> Tensor:
     return found_bq.expand(batch, -1)
 
 
-def _lowest_seen(parts: MaskParts) -> Tensor:
+def _lowest_seen(call: Logits) -> Tensor:
     """The lowest column that any head of each query sees: int64 [B|1, Lq], Lk where there is none.
 
-    Of masks with ranges or a table of booleans; the latter is read a few rows at a time.
+    Tables are read a few rows at a time.
     """
-    if parts.rows_are_intervals and parts.key_visible is None:
+    parts, bias = call.parts, call.bias
+    if parts.rows_are_intervals and parts.key_visible is None and not isinstance(bias, Tensor):
         rows = slice(0, parts.query_length)
         begins = [
             torch.where(begin < end, begin, parts.key_length)
@@ -133,7 +145,11 @@ def _lowest_seen(parts: MaskParts) -> Tensor:
     found = []
     for row in range(0, parts.query_length, _ROWS):
         rows = slice(row, min(row + _ROWS, parts.query_length))
-        visible_bqk = parts.visible(rows).any(1)
+        visible_bhqk = parts.visible(rows)
+        if isinstance(bias, Tensor):
+            shown_bhqk = bias_rectangle(bias, rows, slice(0, parts.key_length)) != -torch.inf
+            visible_bhqk = visible_bhqk & shown_bhqk
+        visible_bqk = visible_bhqk.any(1)
         lowest_bq = visible_bqk.to(torch.uint8).argmax(-1)
         found.append(torch.where(visible_bqk.any(-1), lowest_bq, parts.key_length))
     if not found:
@@ -143,7 +159,7 @@ def _lowest_seen(parts: MaskParts) -> Tensor:
 
 def _own_key_is_real(call: Logits, own_bq: Tensor) -> Tensor:
     """False for queries whose own key is padding: bool [B|1, Lq]."""
-    shown_bk = _shown_keys(call)
+    shown_bk = _shown_keys(call, own_bq)
     if shown_bk is None or not call.key_length:
         return torch.ones_like(own_bq, dtype=torch.bool)
     batch = max(own_bq.shape[0], shown_bk.shape[0])
@@ -152,16 +168,21 @@ def _own_key_is_real(call: Logits, own_bq: Tensor) -> Tensor:
     return shown_bq | (own_bq < 0)
 
 
-def _shown_keys(call: Logits) -> Tensor | None:
+def _shown_keys(call: Logits, own_bq: Tensor) -> Tensor | None:
     """The keys that are no padding, bool [B|1, Lk]; None where there is none."""
     parts, shown = call.parts, []
     if parts.key_visible is not None:
         shown.append(parts.key_visible)
+    row_q = torch.arange(call.query_length, device=own_bq.device)
+    column_bq1 = own_bq.clamp(min=0)[..., None]
     if parts.ranges is not None or parts.dense is not None:
-        shown.append(_seen_by_any(parts))
+        sees_own_b = visible_at(parts, row_q, column_bq1).any(1).flatten(1).any(-1)
+        shown.append(_seen_by_any(parts) | ~sees_own_b[:, None])
     if isinstance(call.bias, Tensor):
-        seen_bk = (call.bias != -torch.inf).any(1).any(-2)
-        shown.append(seen_bk.expand(-1, call.key_length))
+        seen_bk = (call.bias != -torch.inf).any(1).any(-2).expand(-1, call.key_length)
+        own_bias = cells_at(call.bias, row_q, column_bq1)
+        sees_own_b = (own_bias != -torch.inf).any(1).flatten(1).any(-1)
+        shown.append(seen_bk | ~sees_own_b[:, None])
     if not shown:
         return None
     both = shown[0]

@@ -22,7 +22,7 @@ from ..errors import ArgumentError
 from ..ops import library
 from ..ops.diagonal import weights_along
 from ..ops.problem import Problem
-from .queries import Queries, has_other_firsts, queries_of
+from .queries import Queries, has_other_firsts, queries_of, with_hiding_bias
 
 # What to ask of the forward pass; `lse` is what the exact weights are made from.
 FROM_FORWARD = (
@@ -103,8 +103,11 @@ def row_statistics(
     Those that the forward pass did not yield come from q, k and lse. Which queries count is said
     at `queries_of`.
     """
+    given, problem = problem, with_hiding_bias(problem)
     queries = queries_of(problem, self_attention=self_attention)
     values = {name: stats[name] for name in names if name in stats}
+    if "max_qk" in names and problem is not given:
+        values["max_qk"] = _again(problem, "max_qk")  # the kernels count what such a bias hides
     counted = dict.fromkeys(names, queries.real)
     if "entropy_share" in names:
         outcomes_bhq = queries.keys + (problem.sinks is not None)
@@ -117,7 +120,7 @@ def row_statistics(
         counted["previous_token"] = queries.real & seen_bhq
     if "first_key" in names:
         values["first_key"], _ = weights_along(problem, stats["lse"], queries.first)
-    if "sink_mass" in names and has_other_firsts(problem.parts):
+    if "sink_mass" in names and has_other_firsts(problem):
         values["sink_mass"] = _first_share(problem, stats["lse"], queries)
     shape = (problem.batch, problem.heads, problem.query_length)
     return RowStatistics(values, counted, queries, shape)
@@ -126,7 +129,12 @@ def row_statistics(
 def _first_share(problem: Problem, lse_bhq: Tensor, queries: Queries) -> Tensor:
     """The share of the keys' weight on each query's first key, where the kernels name another."""
     if problem.sinks is not None:
-        alone = replace(problem, sinks=None, stats=("lse",), bins=None, dropout=None)
-        lse_bhq = library.run(alone, "auto")[1]["lse"]
+        lse_bhq = _again(replace(problem, sinks=None), "lse")
     share_bhq, _ = weights_along(problem, lse_bhq, queries.first)
     return share_bhq
+
+
+def _again(problem: Problem, name: str) -> Tensor:
+    """One statistic of a call that differs a little from the one that was computed."""
+    alone = replace(problem, stats=(name,), bins=None, dropout=None)
+    return library.run(alone, "auto")[1][name]

@@ -26,7 +26,7 @@ from torch.overrides import (
 
 from ..errors import ModelError
 from .deferred import Repeats
-from .sdpa_calls import Masks, attend
+from .sdpa_calls import Masks, attend, is_watched, show
 
 _SDPA = F.scaled_dot_product_attention
 _MULTI_HEAD = F.multi_head_attention_forward
@@ -181,6 +181,8 @@ class _Mode(TorchFunctionMode):
             result = attend(self._masks, key_visible, *args, **kwargs)
         if result is not None:
             return result
+        if is_watched():
+            show(self._masks, key_visible, *args, **kwargs)
         if key_visible is not None:
             args = _with_padding(key_visible, *args)
         return _SDPA(*args, **kwargs)
@@ -189,13 +191,25 @@ class _Mode(TorchFunctionMode):
         """`F.multi_head_attention_forward`, which torch has brought into one form of arguments."""
         hinted_alone = kwargs["is_causal"] and kwargs["attn_mask"] is None
         if kwargs["need_weights"] or hinted_alone:  # which torch refuses
-            return _MULTI_HEAD(*args, **kwargs)
+            results = _MULTI_HEAD(*args, **kwargs)
+            if is_watched():
+                self._show_multi_head(*args, **kwargs)
+            return results
         key_visible = _visible_keys(*args, **kwargs)
         if key_visible is not None:
             # Together with padding torch does not take the hint, but the mask itself.
             kwargs |= {"key_padding_mask": None, "is_causal": False}
         attend = functools.partial(self._attend, key_visible)
         return _answered_by(attend)(*args, **kwargs)
+
+    def _show_multi_head(self, *args: Any, **kwargs: Any) -> None:
+        """Let whoever watches see a call that torch has answered, together with the weights."""
+        key_visible = _visible_keys(*args, **kwargs)
+        kwargs |= {"need_weights": False, "is_causal": False}
+        if key_visible is not None:
+            kwargs["key_padding_mask"] = None
+        with torch.no_grad():
+            _answered_by(functools.partial(show, self._masks, key_visible))(*args, **kwargs)
 
 
 class _GraphMode(TorchFunctionMode):

@@ -18,6 +18,7 @@ from ..ops.attention import attention
 from ..ops.tracing import PLAIN
 from .deferred import Deferred, Repeated
 from .sdpa_masks import Block, Lowered, lower
+from .sdpa_watched import run_watched, unwatched
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -91,14 +92,60 @@ def attend(
     lowered = _CAUSAL if is_causal else Lowered()
     if mask_bhqk is not None:
         lowered = masks.lower(mask_bhqk)
-    out_bhqd = _run(query_bhqd, key_bhkd, value_bhkd, lowered, key_visible, scale)
+    out_bhqd = _shown(query_bhqd, key_bhkd, value_bhkd, lowered, key_visible, scale)
     if query_bhqd.stride(1) < query_bhqd.stride(2):
         # Tokens outside of heads, as torch lays out the result: callers `view` it as [B, L, H * D].
         out_bhqd = out_bhqd.transpose(1, 2).contiguous().transpose(1, 2)
     return out_bhqd if len(lead) == 2 else out_bhqd.reshape(*result_lead, *out_bhqd.shape[2:])
 
 
+def show(
+    masks: Masks,
+    key_visible: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *others: Any,
+    **named: Any,
+) -> Tensor:
+    """Let whoever watches see a call that torch answers: what it gives without dropout.
+
+    The arguments are `attend`'s. Nothing is recorded for gradients.
+    """
+    with torch.no_grad():
+        out = attend(masks, key_visible, query, key, value, attn_mask, 0.0, *others, **named)
+        if out is None:
+            out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        return out
+
+
+def is_watched() -> bool:
+    """Whether someone sees the calls that are made now; not those that autograd repeats."""
+    return dispatch.observer.get() is not None and torch._C._current_graph_task_id() == -1
+
+
 _CAUSAL = Lowered(mask=Causal() & QueryStart(0))
+
+
+def _shown(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lowered: Lowered,
+    key_visible: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """`_run`, seen by whoever watches."""
+    watching = None if torch.compiler.is_compiling() else dispatch.observer.get()
+    if watching is None:
+        return _run(query, key, value, lowered, key_visible, scale)
+    seen = run_watched(watching, query, key, value, lowered, key_visible, scale)
+    if seen is not None:
+        return seen
+    with unwatched():
+        return _run(query, key, value, lowered, key_visible, scale)
 
 
 def _run(
