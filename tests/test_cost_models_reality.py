@@ -2,15 +2,15 @@
 
 import dataclasses
 
-import families
 import pytest
 import torch
-from test_cost_activations import saved_bytes
-from test_cost_reality import counted
 
+import families
 from multihead import cost
 from multihead.integrations.cost_sources import describe
 from multihead.models.checkpoints import from_checkpoint
+from test_cost_activations import saved_bytes
+from test_cost_reality import counted
 
 BATCH, LENGTH = 2, 9
 SEQ2SEQ = ("bart", "t5")
