@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -19,6 +20,10 @@ from multihead import MultiheadError
 
 COUNTED = {
     "parameters": Outcome.LIMITS,
+    "reshape": Outcome.FAILS,
+    "softmax_rows": Outcome.HOLDS,
+    "identical_heads": Outcome.LIMITS,
+    "linear_memory": Outcome.LIMITS,
 }
 # What has to be trained, or looked for in real models.
 LEARNED: dict[str, Outcome] = {}
@@ -137,23 +142,67 @@ def test_a_result_outlives_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert recording.digest(recording.load_all()["parameters"]) == recording.digest(result)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    folder = recording.ROOT / "examples" / "claims"
-    return subprocess.run(
-        [sys.executable, str(folder / arguments[0]), *arguments[1:]],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    """What `python examples/claims` runs; `__main__` is another module here."""
+    path = Path(page.__file__).with_name("__main__.py")
+    spec = importlib.util.spec_from_file_location("run_claims", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.slow
-def test_what_cannot_be_run_is_refused_in_one_sentence() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "no claim is called 'nothing'; there are parameters"),
+        (["--quick", "--record"], "--record keeps full runs, and --quick is less"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence(
+    arguments: list[str],
+    said: str,
+    runner: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["claims", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runner.main()
+    assert said in capsys.readouterr().err
+
+
+def test_options_of_a_script_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("parameters")
     for arguments, said in (
-        (("__main__.py", "nothing"), "no claim is called 'nothing'; there are parameters"),
-        (("parameters.py", "--quick", "--record"), "--record keeps full runs, and --quick is less"),
-        (("parameters.py", "--threads", "0"), "--threads must be 1 or more, got 0"),
+        (["--quick", "--record"], "--record keeps full runs, and --quick is less"),
+        (["--threads", "0"], "--threads must be 1 or more, got 0"),
     ):
-        done = run(*arguments)
-        assert done.returncode == 2
-        assert said in done.stderr
+        monkeypatch.setattr(sys, "argv", ["parameters.py", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            module.main(module.CLAIM, module.measure, module.draw)
+        assert said in capsys.readouterr().err
+
+
+def test_a_claim_that_fails_does_not_stop_the_others(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = []
+
+    def end(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        run.append(Path(command[1]).stem)
+        return subprocess.CompletedProcess(command, 1 if run[-1] == "reshape" else 0)
+
+    monkeypatch.setattr(sys, "argv", ["claims", "--quick"])
+    monkeypatch.setattr(subprocess, "run", end)
+    assert runner.main() == 1
+    assert run == NAMES
+    assert "reshape failed: status 1" in capsys.readouterr().err
+
+
+def test_a_claim_that_hangs_is_said(runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_LIMIT_SECONDS", 0.01)
+    said = runner._run([sys.executable, "-c", "import time; time.sleep(5)"])
+    assert said == "took more than 0.01 s"

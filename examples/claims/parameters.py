@@ -129,7 +129,7 @@ def draw(figure: Any, figures: Mapping[str, Any]) -> None:
     }
     for label, (key, style, color) in series.items():
         ratios = [c[key] / counts[0][key] for c in counts]
-        axes.plot(heads, ratios, style, color=color, label=label, markersize=5)
+        axes.plot(heads, ratios, style, color=color, label=label, markerfacecolor="none")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(heads, [str(h) for h in heads])
