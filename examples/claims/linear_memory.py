@@ -71,7 +71,8 @@ def measure(quick: bool) -> Verdict:
         f"multihead.attention by {ours[at] / MIB:,.0f} MiB, and at most {linear:.1f} times the "
         f"bytes of query, key, value and output up to {lengths[-1]} tokens. The tabulated "
         f"sizes are MiB and GiB: {paper[0][1]:,} bytes at 1K (2 MiB, "
-        f"{paper[0][1] / 1e6:.2f} MB) and {paper[-1][1]:,} at 128K (32 GiB, {paper[-1][1] / 1e9:.2f} GB)."
+        f"{paper[0][1] / 1e6:.2f} MB) and {paper[-1][1]:,} at 128K (32 GiB, "
+        f"{paper[-1][1] / 1e9:.2f} GB)."
     )
     return Verdict(
         outcome=Outcome.LIMITS if as_said else Outcome.FAILS,
