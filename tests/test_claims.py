@@ -24,6 +24,7 @@ COUNTED = {
     "softmax_rows": Outcome.HOLDS,
     "identical_heads": Outcome.LIMITS,
     "linear_memory": Outcome.LIMITS,
+    "crossover": Outcome.HOLDS,
 }
 # What has to be trained, or looked for in real models.
 LEARNED: dict[str, Outcome] = {}

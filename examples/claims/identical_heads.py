@@ -143,7 +143,9 @@ def _concatenation(seed: int) -> tuple[float, float, float, float]:
 
 def _heads(layer: mh.MultiHeadAttention, x_bnc: Tensor) -> Tensor:
     """What each head gives, before W_O: [B, H, N, D]."""
-    return layer.forward_with_stats(x_bnc)[1].out
+    result: mh.AttentionResult = layer.forward_with_stats(x_bnc)[1]
+    heads_bhnd: Tensor = result.out
+    return heads_bhnd
 
 
 def _layer() -> mh.MultiHeadAttention:
