@@ -21,6 +21,10 @@ from .histogram import Quantile
 from .lazy_weights import LazyRows, LazyWeights
 from .record import HeadRecord
 from .pruning import load_pruned, prune
+from .probe_scores import ROLES
+from .probes import Probes
+from .role_thresholds import Thresholds, calibrate_roles
+from .roles import Role, Roles, find_roles
 from .statistics import MAXIMA, MEANS, STATISTICS
 from .trainer import trainer_callback
 from .watch import Heads, watch
@@ -61,5 +65,14 @@ __all__ = [
     "LazyRows",
     "LazyWeights",
     "Quantile",
+    "ROLES",
+    "STATISTICS",
+    "Heads",
+    "Probes",
+    "Role",
+    "Roles",
+    "Thresholds",
+    "calibrate_roles",
+    "find_roles",
     "watch",
 ]
