@@ -18,7 +18,7 @@ from close import assert_close
 from layers import by_formula
 from multihead.heads import (
     StabilityReport,
-    Thresholds,
+    StabilityThresholds,
     all_reduced,
     stability,
     trainer_callback,
@@ -317,7 +317,7 @@ def test_thresholds_are_the_users() -> None:
     quiet = report_of([[90.0]], [[0.02]])
     assert quiet.findings == ()
     assert "no head is reported" in str(quiet)
-    strict = report_of([[90.0]], [[0.02]], thresholds=Thresholds(max_qk=50, entropy=0.01))
+    strict = report_of([[90.0]], [[0.02]], thresholds=StabilityThresholds(max_qk=50, entropy=0.01))
     assert [it.kind for it in strict.findings] == ["large logits"]
 
 

@@ -1,6 +1,10 @@
 """What every head of a model does, and what would be lost without it."""
 
 from .ablation import ablate
+from .all_reduce import all_reduced
+from .comparison import Comparison, HeadDifference
+from .diagnosis import Finding, StabilityReport, StabilityThresholds
+from .histogram import Quantile
 from .importance import (
     Importance,
     Unit,
@@ -11,20 +15,16 @@ from .importance import (
     rank_correlation,
     removal_curve,
 )
-from .loss import mean_loss, next_token_loss, token_rows
-from .all_reduce import all_reduced
-from .diagnosis import Finding, StabilityReport, Thresholds
-from .qk_clip import Clipped, qk_clip
-from .stability import StabilityMonitor, stability
-from .comparison import Comparison, HeadDifference
-from .histogram import Quantile
 from .lazy_weights import LazyRows, LazyWeights
-from .record import HeadRecord
-from .pruning import load_pruned, prune
+from .loss import mean_loss, next_token_loss, token_rows
 from .probe_scores import ROLES
 from .probes import Probes
-from .role_thresholds import Thresholds, calibrate_roles
+from .pruning import load_pruned, prune
+from .qk_clip import Clipped, qk_clip
+from .record import HeadRecord
+from .role_thresholds import RoleThresholds, calibrate_roles
 from .roles import Role, Roles, find_roles
+from .stability import StabilityMonitor, stability
 from .statistics import MAXIMA, MEANS, STATISTICS
 from .trainer import trainer_callback
 from .watch import Heads, watch
@@ -32,11 +32,30 @@ from .watch import Heads, watch
 __all__ = [
     "MAXIMA",
     "MEANS",
+    "ROLES",
     "STATISTICS",
+    "Clipped",
+    "Comparison",
+    "Finding",
+    "HeadDifference",
+    "HeadRecord",
     "Heads",
     "Importance",
+    "LazyRows",
+    "LazyWeights",
+    "Probes",
+    "Quantile",
+    "Role",
+    "RoleThresholds",
+    "Roles",
+    "StabilityMonitor",
+    "StabilityReport",
+    "StabilityThresholds",
     "Unit",
     "ablate",
+    "all_reduced",
+    "calibrate_roles",
+    "find_roles",
     "gate_gradient",
     "head_units",
     "leave_one_out",
@@ -44,35 +63,12 @@ __all__ = [
     "mean_loss",
     "next_token_loss",
     "prune",
+    "qk_clip",
     "random_importance",
     "rank_correlation",
     "removal_curve",
-    "token_rows",
-    "Clipped",
-    "Finding",
-    "Heads",
-    "StabilityMonitor",
-    "StabilityReport",
-    "Thresholds",
-    "all_reduced",
-    "qk_clip",
     "stability",
+    "token_rows",
     "trainer_callback",
-    "Comparison",
-    "HeadDifference",
-    "HeadRecord",
-    "Heads",
-    "LazyRows",
-    "LazyWeights",
-    "Quantile",
-    "ROLES",
-    "STATISTICS",
-    "Heads",
-    "Probes",
-    "Role",
-    "Roles",
-    "Thresholds",
-    "calibrate_roles",
-    "find_roles",
     "watch",
 ]

@@ -19,7 +19,7 @@ _STATISTICS = ("max_qk", "max_logit", "entropy", "entropy_share")
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class StabilityThresholds:
     """From where on a head is reported.
 
     Attributes:
@@ -94,7 +94,7 @@ class StabilityReport:
     queries: Counts
     share_queries: Counts
     rows: int | Literal["all"] = "all"
-    thresholds: Thresholds = Thresholds()
+    thresholds: StabilityThresholds = StabilityThresholds()
 
     @property
     def findings(self) -> tuple[Finding, ...]:

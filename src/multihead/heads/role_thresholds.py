@@ -38,7 +38,7 @@ _LEAST_MARGIN_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class RoleThresholds:
     """What a role asks of a head, and what heads of random weights do.
 
     A head has a role where its score is at least `score` and its score less its control at least
@@ -74,7 +74,7 @@ class Thresholds:
         return np.asarray(held)  # NaN, where a layer has no such head, compares as False
 
 
-SHIPPED = Thresholds(
+SHIPPED = RoleThresholds(
     score=LEAST_SCORES,
     margin={name: _LEAST_MARGIN_SHARE * score for name, score in LEAST_SCORES.items()},
     false_positives={},
@@ -91,8 +91,8 @@ def calibrate_roles(
     seeds: Sequence[int] = DEFAULT_SEEDS,
     copies: int = 2,
     progress: Progress | None = None,
-) -> Thresholds:
-    """Thresholds for one model from copies of it with random weights.
+) -> RoleThresholds:
+    """RoleThresholds for one model from copies of it with random weights.
 
     In a copy the entries of every parameter are in a random order: weights are as large as the
     trained ones, so that heads are as sharp, and mean nothing. The first half of the copies sets
@@ -118,21 +118,23 @@ def calibrate_roles(
     return from_random(setting, counting, f"{copies} copies of {type(model).__name__}")
 
 
-def from_random(setting: Sequence[Scores], counting: Sequence[Scores], source: str) -> Thresholds:
+def from_random(
+    setting: Sequence[Scores], counting: Sequence[Scores], source: str
+) -> RoleThresholds:
     """Margins from the scores of random heads, false positives from those of others."""
     margins = {}
     for role in ROLES:
         least = _LEAST_MARGIN_SHARE * LEAST_SCORES[role]
         chance = [it.by_role[role] for it in setting if role in it.by_role]
         margins[role] = max(least, _exceeded_by_few(chance, LEAST_SCORES[role]))
-    drawn = Thresholds(LEAST_SCORES, margins, {}, {}, source)
+    drawn = RoleThresholds(LEAST_SCORES, margins, {}, {}, source)
     positives, heads = {}, {}
     for role in ROLES:
         scores = [it.by_role[role] for it in counting if role in it.by_role]
         if scores:
             positives[role] = sum(int(drawn.held(role, score).sum()) for score in scores)
             heads[role] = sum(int(np.isfinite(score.score).sum()) for score in scores)
-    return Thresholds(LEAST_SCORES, margins, positives, heads, source)
+    return RoleThresholds(LEAST_SCORES, margins, positives, heads, source)
 
 
 def _exceeded_by_few(chance: Sequence[Score], least: float) -> float:

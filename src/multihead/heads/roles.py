@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ArgumentError
 from .probe_scores import ROLES, Progress, Score, measure
 from .probes import DEFAULT_SEEDS, Frame, Probes
-from .role_thresholds import SHIPPED, Thresholds
+from .role_thresholds import SHIPPED, RoleThresholds
 
 _STRONGEST = 2
 _NO_SPECIAL_TOKENS = "no special tokens are known: pass tokenizer= of a model that has them"
@@ -58,7 +58,7 @@ class Roles:
     layers: tuple[str, ...]
     heads: tuple[tuple[tuple[Role, ...], ...], ...]
     scores: Mapping[str, Score]
-    thresholds: Thresholds
+    thresholds: RoleThresholds
     probes: Probes
     seeds: tuple[int, ...]
     tokens: int
@@ -162,7 +162,7 @@ def find_roles(
     tokenizer: Any = None,
     probes: Probes | None = None,
     seeds: Sequence[int] = DEFAULT_SEEDS,
-    thresholds: Thresholds | None = None,
+    thresholds: RoleThresholds | None = None,
     progress: Progress | None = None,
 ) -> Roles:
     """Find previous-token, induction, duplicate-token, first-key and other heads by probes.
@@ -226,13 +226,13 @@ def _role(name: str, score: Score, layer: int, head: int) -> Role:
     return Role(name, found, control, score.n, offset)
 
 
-def _asks(thresholds: Thresholds, name: str) -> str:
+def _asks(thresholds: RoleThresholds, name: str) -> str:
     if name == "uniform":
         return f"{thresholds.score[name]:.2f}"
     return f"{thresholds.score[name]:.2f}/{thresholds.margin[name]:.2f}"
 
 
-def _chance(thresholds: Thresholds, name: str) -> str:
+def _chance(thresholds: RoleThresholds, name: str) -> str:
     heads = thresholds.heads.get(name, 0)
     return f"{thresholds.false_positives[name]}/{heads}" if heads else "-"
 

@@ -28,8 +28,9 @@ from ..errors import ArgumentError, DtypeError, ModelError
 from ..ops.problem import Problem
 from ..ops.row_statistics import at_rows, statistics_of
 from ..ops.sweep import visible_keys
-from .diagnosis import StabilityReport, Thresholds, table
-from .watch import inside_backward, observing, running_modules
+from .diagnosis import StabilityReport, StabilityThresholds, table
+from .running import inside_backward, running_modules
+from .watch import observing
 
 _STATISTICS = ("entropy", "max_logit", "max_qk")
 _KEPT_REPORTS = 1000
@@ -40,7 +41,7 @@ def stability(
     *,
     every: int = 1,
     rows: int | Literal["all"] = "all",
-    thresholds: Thresholds | None = None,
+    thresholds: StabilityThresholds | None = None,
 ) -> StabilityMonitor:
     """Watch max_qk, max_logit and entropy of each head of `model` during training.
 
@@ -90,7 +91,7 @@ class StabilityMonitor:
         *,
         every: int = 1,
         rows: int | Literal["all"] = "all",
-        thresholds: Thresholds | None = None,
+        thresholds: StabilityThresholds | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise DtypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
@@ -100,7 +101,7 @@ class StabilityMonitor:
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
         self.every = every
         self.rows: int | Literal["all"] = rows
-        self.thresholds = Thresholds() if thresholds is None else thresholds
+        self.thresholds = StabilityThresholds() if thresholds is None else thresholds
         self.reports: deque[StabilityReport] = deque(maxlen=_KEPT_REPORTS)
         self._count = 0
         self._closed = False
