@@ -103,6 +103,7 @@ class Capture:
         *,
         layers: int,
         maps: bool,
+        unequal: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.layers: list[Layer] = []
@@ -114,6 +115,7 @@ class Capture:
         self._expected_layers = layers
         self._checked_layers = _spread(layers, _ERROR_LAYERS)
         self._maps = maps
+        self._unequal = unequal  # whether layers may have different numbers of heads
         self._progress = progress
         self._row_edges = bin_edges(length, MAP_BINS)
         self._map_bins = Bins(length, MAP_BINS)
@@ -165,7 +167,7 @@ class Capture:
                 f"{problem.query_length} queries to {problem.key_length} keys in a batch of "
                 f"{problem.batch}: models that shorten, split or repeat the text are not supported."
             )
-        if first is not None and problem.heads != first.heads:
+        if first is not None and problem.heads != first.heads and not self._unequal:
             raise ModelError(
                 f"The layers of this model have different numbers of heads ({first.heads} and "
                 f"{problem.heads}), which is not supported."

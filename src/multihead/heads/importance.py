@@ -91,6 +91,7 @@ class Importance:
         """Every layer's scores divided by the root of the sum of their squares.
 
         Layers then compete by how unequal their heads are, not by the size of their gradients.
+        Which of the two orders loses less when heads are removed is the model's own; try both.
 
         Source: Molchanov et al. 2017; Michel et al. 2019.
         """
@@ -127,7 +128,7 @@ def gate_gradient(
     without gradients of parameters; memory is linear in the length.
 
     It is a first-order estimate of what a small change of the gate does, not of removal:
-    `leave_one_out` measures that. Compare across layers after `.normalized()`.
+    `leave_one_out` measures that. `.normalized()` compares heads within their layers.
 
     Args:
         model: as `ablate` takes it; run in eval mode.

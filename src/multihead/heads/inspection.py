@@ -25,6 +25,7 @@ from ..machine import processor_name
 from ..ops.backends import native
 from . import text as texts
 from .capture import STRIPS, Call, Capture, Layer, Sweep
+from .gaps import pruned_heads, with_gaps
 from .statistics import STATISTICS
 from .watch import observing, set_to_multihead
 
@@ -97,6 +98,7 @@ class Inspection:
     * `maps`: "mass" and "peak" [L, H, P, P] as `attention_map` gives them, NaN where the mask hides
       every pair, and "uniform" [P, P], the mass of a head without preferences (where layers have
       different masks, under the one that shows most)
+    * heads that were pruned are there by their first numbers, with NaN, no keys and no weight
     * `sinks`, and `received` [L, H, S]: the mean weight that keys receive from the queries that
       can see them, averaged over bins of keys
 
@@ -172,8 +174,14 @@ def inspect_model(
     chosen_text = _text(text)
     tokens = texts.tokenize(tokenizer, chosen_text, max_tokens)
     index = texts.choose_token(tokens, token)
+    pruned = pruned_heads(model)
     capture = Capture(
-        len(tokens.ids), index, layers=config.num_hidden_layers, maps=report, progress=progress
+        len(tokens.ids),
+        index,
+        layers=config.num_hidden_layers,
+        maps=report,
+        unequal=pruned is not None,
+        progress=progress,
     )
     forward_began = time.perf_counter()
     with ExitStack() as stack:
@@ -189,6 +197,8 @@ def inspect_model(
     first, layers = capture.first, capture.layers
     if first is None:
         raise ModelError(f"{type(model).__name__} ran without a call of attention to inspect.")
+    if pruned is not None:
+        layers = with_gaps(layers, pruned)
     sweeps = [layer.sweep for layer in layers if layer.sweep is not None]
     inspection = Inspection(
         provenance={
@@ -201,11 +211,11 @@ def inspect_model(
             "forward_seconds": forward_seconds,
             "peak_rss_bytes": _peak_rss_bytes(),
         },
-        cost=_cost(config, len(tokens.ids), model.dtype),
+        cost={} if pruned else _cost(config, len(tokens.ids), model.dtype),
         tokens=tokens.pieces,
         layers=len(layers),
-        heads=first.heads,
-        kv_heads=first.kv_heads,
+        heads=first.heads if pruned is None else pruned[0].num_heads,
+        kv_heads=first.kv_heads if pruned is None else pruned[0].num_kv_heads,
         statistics={
             name: _stack([layer.statistics[name] for layer in layers]).astype(np.float32)
             for name in STATISTICS

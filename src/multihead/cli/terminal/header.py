@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -49,6 +50,9 @@ def print_header(console: Console, inspection: Inspection) -> None:
     shape = f"{inspection.layers} layers x {inspection.heads} heads = {heads} heads"
     if inspection.kv_heads != inspection.heads:
         shape += f" on {inspection.kv_heads} key-value heads a layer"
+    pruned = int(np.isnan(inspection.statistics["entropy"]).sum())
+    if pruned:
+        shape += f", {pruned} of them pruned"
     show(console, shape)
     text = visible(str(facts.get("text", "text")), spaces=False)
     show(console, f"read {len(inspection.tokens):,} tokens of {text}")

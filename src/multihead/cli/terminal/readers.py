@@ -55,7 +55,7 @@ def readers(token: TokenView) -> list[Reader]:
     heads_of = dict(zip(*np.unique(first, return_counts=True), strict=True))
     layers_of = dict(zip(*np.unique(mean_first, return_counts=True), strict=True))
     found = []
-    for key in sorted({*heads_of, *layers_of}):
+    for key in sorted({*heads_of, *layers_of} - {-1}):  # of a head that is not there
         weights = np.where(token.top_keys == key, token.top_weights, 0.0).max(axis=-1)
         layer, head = np.unravel_index(weights.argmax(), weights.shape)
         means = np.where(token.mean_top_keys == key, token.mean_top_weights, 0.0)
@@ -84,7 +84,7 @@ def print_readers(console: Console, inspection: Inspection) -> None:
         ),
     )
     rows = readers(token)
-    total = token.top_keys.shape[0] * token.top_keys.shape[1]
+    total = int((token.top_keys[..., 0] >= 0).sum())
     ranked = sum(reader.heads > 0 for reader in rows)
     means = sum(reader.mean_layers > 0 for reader in rows)
     console.print()
