@@ -52,10 +52,13 @@ def main() -> int:
         print(f"Tables: {path.relative_to(ROOT)}")
     import picture
     import plot
+    import removal_plot
 
     for document in documents:
         if document["suite"] == "prefill":
             print(plot.draw(document, IMAGES))
+        elif document["suite"] == "removal":
+            print(removal_plot.draw(document, IMAGES))
     print(picture.take(IMAGES / "heads.png"))
     return 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import removal_plot
 from cells import (
     NOTHING,
     call,
@@ -53,6 +55,12 @@ def agreement_block(documents: Sequence[Document]) -> str:
     return "\n".join(map(_agreement, found)) if found else NOTHING
 
 
+def removal_block(documents: Sequence[Document]) -> str:
+    """For each machine the losses by order and share, and their picture."""
+    found = of_suite(documents, "removal")
+    return "\n".join(map(_removal, found)) if found else NOTHING
+
+
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     **{
         name: partial(contests_block, name)
@@ -62,6 +70,7 @@ BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
         )
     },
     "agreement": agreement_block,
+    "removal": removal_block,
     "overhead": overhead_block,
     "memory": memory_block,
 }
@@ -146,6 +155,35 @@ def _agreement(document: Document) -> str:
     ]
     head = ("how the text is read", "dtype", "differs by", "own error", "other likeliest tokens")
     return f"{where(document)}\n\n{table(head, lines)}\n{not_measurable(document)}"
+
+
+def _removal(document: Document) -> str:
+    rows = measured(document)
+    if not rows:
+        return f"{where(document)}\n\n{not_measurable(document)}"
+    counts, units = rows[0]["removed"], rows[0]["units"]
+    lines = [(row["what"], *_losses(row)) for row in rows]
+    head = ("removed", *(f"{100 * count / units:.0f} %" for count in counts))
+    correlations = "; ".join(_correlations(row) for row in rows if "rank_correlations" in row)
+    picture = f"![{removal_plot.CAPTION}](images/{removal_plot.file_name(document)})"
+    scored = ", ".join(f"{row['scored_tokens']:,}" for row in rows if row["scored_tokens"])
+    return (
+        f"{where(document)} Scores over {scored} tokens, losses over {rows[0]['tested_tokens']:,} "
+        f"others.\n\n{picture}\n\n{table(head, lines)}\n"
+        f"Rank correlation with the gate gradients: {correlations}.\n{not_measurable(document)}"
+    )
+
+
+def _correlations(row: dict[str, Any]) -> str:
+    numbers = ", ".join(f"{it:.2f}" for it in row["rank_correlations"])
+    return f"{row['name'].replace('-', ' ')} {numbers}"
+
+
+def _losses(row: dict[str, Any]) -> Iterator[str]:
+    """The loss behind each count; of several draws the median and the range."""
+    for losses in zip(*row["removal_losses"], strict=True):
+        spread = f" ({min(losses):.2f}-{max(losses):.2f})" if len(set(losses)) > 1 else ""
+        yield f"{statistics.median(losses):.2f}{spread}"
 
 
 def _memory(document: Document) -> str:

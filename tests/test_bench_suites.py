@@ -29,6 +29,7 @@ from multihead.bench.suites import (
     models,
     overhead,
     prefill,
+    removal,
     small,
 )
 from multihead.cli import app
@@ -355,6 +356,20 @@ def test_a_reading_that_changes_the_logits_is_an_error() -> None:
     reading = agreement.Reading("blind", "three tokens back", blind)
     with pytest.raises(BackendError, match=r"blind-float32: logits differ by .*own error"):
         agreement._measure(reading, torch.float32, True, SETTING)
+
+
+def test_a_removal_is_set_beside_chance() -> None:
+    entries = {name: first(removal, name) for name in removal.ORDERS}
+    gradient, random = entries["gate-gradient"], entries["random"]
+    assert gradient["removed"] == random["removed"]
+    assert gradient["removed"][0] == 0
+    (curve,), draws = gradient["removal_losses"], random["removal_losses"]
+    assert len(draws) == len(random["rank_correlations"]) == len(removal.SEEDS)
+    assert all(draw[0] == curve[0] for draw in draws)  # nothing removed
+    assert all(abs(it) <= 1 for it in entries["leave-one-out"]["rank_correlations"])
+    assert (gradient["scored_tokens"], random["scored_tokens"]) == (64, 0)
+    line = next(show.lines(random))
+    assert f"of {gradient['units']} KV groups  0: {curve[0]:.2f}, " in line
 
 
 def test_every_two_features_meet() -> None:

@@ -13,6 +13,7 @@ import cells
 import figures
 import long_tables
 import plot
+import removal_plot
 import short_tables
 from multihead.bench.results import file_name, load_all
 from multihead.bench.suites import SUITES
@@ -71,9 +72,10 @@ def test_the_pictures_exist() -> None:
 
 def test_the_plots_are_those_of_the_results() -> None:
     for document in RESULTS:
-        if document["suite"] == "prefill":
-            picture = (figures.IMAGES / plot.file_name(document)).read_text(encoding="utf-8")
-            assert plot.digest(document) in picture, "run `make figures`"
+        drawn = {"prefill": plot, "removal": removal_plot}.get(document["suite"])
+        if drawn is not None:
+            picture = (figures.IMAGES / drawn.file_name(document)).read_text(encoding="utf-8")
+            assert drawn.digest(document) in picture, "run `make figures`"
 
 
 def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,3 +331,37 @@ def test_a_drawing_is_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     text = first.decode()
     for part in (plot.digest(plotted()), "FMA 428 GF/s", "multihead", "torch", "zentorch"):
         assert part in text
+
+
+def removals() -> dict[str, Any]:
+    shared = {"units": 20, "removed": [0, 2, 10], "tested_tokens": 2048}
+    return document(
+        "removal",
+        {
+            **{"name": "gate-gradient", "what": "by gradients", "scored_tokens": 1024},
+            **{"removal_losses": [[3.0, 3.125, 5.0]], **shared},
+        },
+        {
+            **{"name": "random", "what": "at random", "scored_tokens": 0},
+            **{"removal_losses": [[3.0, 6.0, 9.0], [3.0, 4.0, 8.0], [3.0, 5.0, 7.0]], **shared},
+            "rank_correlations": [0.125, -0.5, 0.0],
+        },
+    )
+
+
+def test_a_removal_has_a_picture_and_the_range_of_draws(tmp_path: Path) -> None:
+    block = long_tables.BLOCKS["removal"]([removals()])
+    assert "| removed | 0 % | 10 % | 50 % |" in block
+    assert "| by gradients | 3.00 | 3.12 | 5.00 |" in block
+    assert "| at random | 3.00 | 5.00 (4.00-6.00) | 8.00 (7.00-9.00) |" in block
+    assert "Rank correlation with the gate gradients: random 0.12, -0.50, 0.00." in block
+    assert "Scores over 1,024 tokens, losses over 2,048 others." in block
+    assert f"(images/{removal_plot.file_name(removals())})" in block
+    pytest.importorskip("matplotlib")
+    for _ in range(2):
+        removal_plot.draw(removals(), tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert removal_plot.digest(removals()) in path.read_text(encoding="utf-8")
+    gradient, random = removal_plot.lines(removals())
+    assert gradient["shares"] == [0, 10, 50]
+    assert (random["losses"], random["low"], random["high"]) == ([3, 5, 8], [3, 4, 7], [3, 6, 9])

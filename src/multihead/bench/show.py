@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,6 +48,8 @@ def lines(entry: Entry) -> Iterator[str]:
         yield f"  {entry['grown_bytes'] / 2**20:6.1f} MiB  {entry['name']}"
     elif "largest_difference" in entry:
         yield f"{name} {_agreement(entry)}"
+    elif "removal_losses" in entry:
+        yield f"{name} {_removal(entry)}"
     elif "overhead" in entry:
         yield (
             f"{name} {duration(entry['times'][OURS])}, plain {duration(entry['times'][PLAIN])}  "
@@ -120,6 +123,17 @@ def _agreement(entry: Entry) -> str:
         f"{entry['own_error']:.1e}; {entry['other_choices']} of {entry['tokens']} likeliest tokens "
         "are others"
     )
+
+
+def _removal(entry: Entry) -> str:
+    """The loss behind each number of groups that is gone; the median and the range of draws."""
+    parts = []
+    for removed, losses in zip(
+        entry["removed"], zip(*entry["removal_losses"], strict=True), strict=True
+    ):
+        spread = f" ({min(losses):.2f}-{max(losses):.2f})" if len(set(losses)) > 1 else ""
+        parts.append(f"{removed}: {statistics.median(losses):.2f}{spread}")
+    return f"loss without so many of {entry['units']} KV groups  {', '.join(parts)}"
 
 
 def _program(entry: Entry) -> str:

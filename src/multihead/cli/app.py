@@ -35,6 +35,7 @@ SUITES = (
     "models",
     "generation",
     "agreement",
+    "removal",
     "overhead",
     "memory",
     "inspect",

@@ -18,6 +18,7 @@ from multihead.bench.suites import (
     models,
     overhead,
     prefill,
+    removal,
     small,
 )
 from multihead.bench.suites.row import Row
@@ -55,6 +56,7 @@ SUITES: dict[str, Suite] = {
         Suite("models", "whole models, and nothing changed but who attends", models.rows),
         Suite("generation", "texts that go on: decoding, requests together", generation.rows),
         Suite("agreement", "what a token's logits owe to the batch and to the cut", agreement.rows),
+        Suite("removal", "what SmolLM2 loses as its heads are taken away", removal.rows),
         Suite("overhead", "what a feature adds to the plain call", overhead.rows),
         Suite("memory", "resident size beyond inputs and outputs, fresh processes", memory.rows),
         Suite("inspect", "the whole inspection, each program in a fresh process", inspection.rows),
