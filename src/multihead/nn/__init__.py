@@ -1,7 +1,15 @@
 """Layers, positions, and what layers keep of earlier tokens."""
 
 from .block import TransformerBlock
-from .cache import Cache, KVCache, PagedKVCache, QuantizedKVCache, StaticKVCache, WindowKVCache
+from .cache import (
+    Cache,
+    KVCache,
+    PagedKVCache,
+    QuantizedKVCache,
+    SplitKVCache,
+    StaticKVCache,
+    WindowKVCache,
+)
 from .feed_forward import FeedForward, GatedFeedForward
 from .latent import LatentAttention
 from .latent_cache import LatentKVCache
@@ -38,6 +46,7 @@ __all__ = [
     "RoPE",
     "Rotation",
     "SinusoidalPositions",
+    "SplitKVCache",
     "StaticKVCache",
     "TransformerBlock",
     "WindowKVCache",

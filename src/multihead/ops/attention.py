@@ -30,6 +30,7 @@ from .problem import (
     checked_stats,
     describe,
 )
+from .split_key_values import SplitKeyValues, attend_to_parts, refuse_split
 from .sweep import visible_keys
 from .weights import attention_weights
 
@@ -87,6 +88,11 @@ def attention(
     values: Any = value
     kv = None
     if value is None:
+        if isinstance(key, SplitKeyValues):
+            options = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+            return attend_to_parts(
+                attention, query, key, mask=mask, bias=bias, sinks=sinks, backend=backend, **options
+            )
         plain = checked_dropout(dropout_p) == 0
         keys, values, mask, bias, kv = _opened(query, key, mask, bias, sinks, backend, plain)
     out, _ = _attend(
@@ -142,6 +148,7 @@ def attention_with_stats(
     values: Any = value
     kv = None
     if value is None:
+        refuse_split(key)
         plain = bins is None and checked_dropout(dropout_p) == 0
         keys, values, mask, bias, kv = _opened(query, key, mask, bias, sinks, backend, plain)
     query, keys, values = autocast(query, keys, values)
@@ -229,6 +236,7 @@ def explain(
     keys: Any = key
     values: Any = value
     if value is None:
+        refuse_split(key)
         keys, values, mask, bias, _ = _opened(query, key, mask, bias, sinks, backend)
     _check_alone(keys)
     if isinstance(query, Tensor) and query.device.type == "meta":

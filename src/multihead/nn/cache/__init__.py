@@ -4,6 +4,7 @@ from .growing import KVCache
 from .paged import PagedKVCache
 from .protocol import Cache
 from .quantized import QuantizedKVCache
+from .split import SplitKVCache
 from .static import StaticKVCache
 from .window import WindowKVCache
 
@@ -12,6 +13,7 @@ __all__ = [
     "KVCache",
     "PagedKVCache",
     "QuantizedKVCache",
+    "SplitKVCache",
     "StaticKVCache",
     "WindowKVCache",
 ]
