@@ -26,8 +26,10 @@ from .role_thresholds import RoleThresholds, calibrate_roles
 from .roles import Role, Roles, find_roles
 from .stability import StabilityMonitor, stability
 from .statistics import MAXIMA, MEANS, STATISTICS
+from .streaming import StreamingHeads, streaming
 from .trainer import trainer_callback
 from .watch import Heads, watch
+from .windows import HeadWindows, restrict, restricted
 
 __all__ = [
     "MAXIMA",
@@ -39,6 +41,7 @@ __all__ = [
     "Finding",
     "HeadDifference",
     "HeadRecord",
+    "HeadWindows",
     "Heads",
     "Importance",
     "LazyRows",
@@ -51,6 +54,8 @@ __all__ = [
     "StabilityMonitor",
     "StabilityReport",
     "StabilityThresholds",
+    "StreamingHeads",
+    "Thresholds",
     "Unit",
     "ablate",
     "all_reduced",
@@ -67,7 +72,10 @@ __all__ = [
     "random_importance",
     "rank_correlation",
     "removal_curve",
+    "restrict",
+    "restricted",
     "stability",
+    "streaming",
     "token_rows",
     "trainer_callback",
     "watch",

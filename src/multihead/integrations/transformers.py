@@ -29,6 +29,7 @@ from ..ops.key_values import KeyValues
 from .deferred import Scaled
 from .extras import import_extra
 from .hf_masks import PreparedMask, mask_forward
+from .hf_windows import head_window
 
 NAME = "multihead"
 
@@ -119,6 +120,9 @@ def attention_forward(
     mask, bias = _mask_and_bias(attention_mask, position_bias)
     if attention_mask is None and _is_causal(module, is_causal, query, key):
         mask = SlidingWindow(sliding_window) if sliding_window else Causal()
+    window = head_window(module)
+    if window is not None:
+        mask = window if mask is None else mask & window
     options: dict[str, Any] = {
         "mask": mask,
         "bias": bias,

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError
+from ..masks import Window
 from ..nn import (
     Cache,
     KVCache,
     PagedKVCache,
     QuantizedKVCache,
+    SplitKVCache,
     StaticKVCache,
     WindowKVCache,
 )
+from ..ops.split_key_values import UNBOUNDED
 from .config import BlockConfig
 
 CacheKind = Literal["growing", "static", "window", "paged", "int8"]
@@ -23,6 +27,7 @@ CacheKind = Literal["growing", "static", "window", "paged", "int8"]
 
 def build_caches(
     layers: Sequence[BlockConfig],
+    windows: Sequence[Window | None],
     kind: CacheKind,
     batch: int,
     capacity: int | None,
@@ -30,7 +35,10 @@ def build_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Cache]:
-    """An empty cache for each layer; see `LanguageModel.make_caches`."""
+    """An empty cache for each layer, whose attention has a window or none.
+
+    See `LanguageModel.make_caches`.
+    """
     if kind not in get_args(CacheKind):
         raise ArgumentError(
             f"there is no cache of kind {kind!r}; there are {', '.join(get_args(CacheKind))}."
@@ -38,11 +46,13 @@ def build_caches(
     if kind == "static" and capacity is None:
         raise ArgumentError("a static cache is taken at once: say how many tokens, capacity=.")
 
-    def build(layer: BlockConfig) -> Cache:
+    def build(layer: BlockConfig, window: Window | None) -> Cache:
         if kind == "int8":
             return QuantizedKVCache()
-        if kind == "window" and layer.window is not None:
-            return WindowKVCache(layer.window)
+        if kind == "window" and window is not None and window.left is not None:
+            if isinstance(window.left, Tensor):
+                return SplitKVCache(_by_kv_head(window.left, layer.kv_heads), window.keep_first)
+            return WindowKVCache(window.left + 1, window.keep_first)
         if kind in ("growing", "window"):
             return KVCache()
         heads, width = layer.kv_heads, layer.width
@@ -51,7 +61,13 @@ def build_caches(
         assert capacity is not None
         return StaticKVCache(batch, heads, capacity, width, dtype=dtype, device=device)
 
-    return [build(layer) for layer in layers]
+    return [build(layer, window) for layer, window in zip(layers, windows, strict=True)]
+
+
+def _by_kv_head(left_h: Tensor, kv_heads: int) -> list[int | None]:
+    """How many tokens each KV head has to hold: what the farthest of its query heads sees."""
+    farthest = left_h.view(kv_heads, -1).amax(1).tolist()
+    return [None if left >= UNBOUNDED else left + 1 for left in farthest]
 
 
 def check_caches(name: str, caches: Sequence[Cache] | None, layers: int) -> None:

@@ -134,6 +134,7 @@ class Reading:
     ) -> None:
         self.config = decoder.config
         self.embedding = decoder.embedding
+        self.blocks = decoder.blocks
         self.logits = decoder.logits
         self.make_caches = decoder.make_caches
         self._decoder = decoder

@@ -280,7 +280,9 @@ def _check_room(model: LanguageModel | Reading, length: int) -> None:
 
 def _check_columns(model: LanguageModel | Reading, batch: Batch) -> None:
     config = model.config
-    counted = config.positions == "alibi" or any(layer.window for layer in config.layers)
+    counted = config.positions == "alibi" or any(
+        getattr(block.attention, "window", None) is not None for block in model.blocks
+    )
     if batch.visible is not None and counted:
         raise ArgumentError(
             "behind earlier tokens, prompts of different lengths have padding between their "

@@ -165,8 +165,9 @@ class LanguageModel(nn.Module):
 
         Args:
             kind: "growing" holds what it gets; "static" is allocated at once for `capacity` tokens;
-                "window" rolls in layers that have a window, and grows in others; "paged" takes
-                memory by pages; "int8" holds a byte for each number, and a scale for each token.
+                "window" rolls in layers and for heads that have a window, and grows for others;
+                "paged" takes memory by pages; "int8" holds a byte for each number, and a scale for
+                each token.
             batch: number of rows, for "static" and "paged".
             capacity: how many tokens a row may have, for "static".
 
@@ -177,7 +178,10 @@ class LanguageModel(nn.Module):
         dtype, device = weight.dtype, weight.device
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)  # that of keys and values there
-        return build_caches(self.config.layers, kind, batch, capacity, dtype=dtype, device=device)
+        windows = [getattr(block.attention, "window", None) for block in self.blocks]
+        return build_caches(
+            self.config.layers, windows, kind, batch, capacity, dtype=dtype, device=device
+        )
 
     def _slopes(self, device: torch.device) -> list[Tensor] | None:
         """The ALiBi slopes of each layer's heads; a head keeps its own when others are pruned."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ModelError
+from ...masks import Window
 from ..config import EncoderConfig, EncoderDecoderConfig, LanguageModelConfig
 from ..encoder import Encoder
 from ..encoder_decoder import EncoderDecoder
@@ -111,6 +112,13 @@ def to_checkpoint(model: Model, model_type: str) -> tuple[dict[str, Any], State]
     Raises:
         ModelError: another type, or a model that is not built like one.
     """
+    for name, module in model.named_modules():
+        window = getattr(module, "window", None)
+        if isinstance(window, Window) and isinstance(window.left, Tensor):
+            raise ModelError(
+                f"{name} has heads with windows of their own, which no checkpoint holds. Free them "
+                "by module.window = None, and keep HeadWindows.to_json() beside the weights."
+            )
     fields = write_config(model.config, model_type)
     rules = _family(model_type).rules(model.config)
     return fields, write_state(rules, {n: p.detach() for n, p in model.state_dict().items()})
