@@ -10,7 +10,7 @@ from torch import nn
 import families
 import multihead as mh
 from close import assert_close
-from multihead.heads import HeadWindows, restrict, restricted, streaming
+from multihead.heads import HeadWindows, decoding_cost, restrict, restricted, streaming
 from multihead.heads.far_mass import far_mass
 from multihead.heads.loss import next_token_loss
 from requires import require
@@ -316,3 +316,21 @@ def test_an_encoder_has_nothing_far_behind() -> None:
 
     with pytest.raises(mh.ModelError, match="does not read its own text from left to right"):
         streaming(bert, tokens(90), window=4, length=30, loss=loss)
+
+
+def test_what_decoding_saves_is_measured() -> None:
+    model, text = model_of(), tokens(203)
+    cost = decoding_cost(model, WINDOWS, text, steps=3)
+    assert (cost.context, cost.steps) == (200, 3)
+    token = 2 * 8 * 4
+    assert cost.whole_bytes == 2 * 3 * 200 * token
+    assert cost.restricted_bytes == 2 * ((2 * 200 + 7) * token + 7 * 4)
+    assert min(cost.whole_seconds, cost.restricted_seconds) > 0
+    assert "caches 0.1 MiB, restricted 0.0 MiB (68 %)" in str(cost)
+    assert model.blocks[0].attention.window is None
+    with pytest.raises(mh.ModelError, match="Linear is no multihead.LanguageModel"):
+        decoding_cost(nn.Linear(2, 2), WINDOWS, text)
+    with pytest.raises(mh.InputError, match="more than steps=16"):
+        decoding_cost(model, WINDOWS, text[:16])
+    with pytest.raises(mh.ArgumentError, match="steps must be"):
+        decoding_cost(model, WINDOWS, text, steps=0)

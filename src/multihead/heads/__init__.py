@@ -5,6 +5,8 @@ from .all_reduce import all_reduced
 from .comparison import Comparison, HeadDifference
 from .diagnosis import Finding, StabilityReport, StabilityThresholds
 from .histogram import Quantile
+from .decoding_cost import DecodingCost, decoding_cost
+from .diagnosis import Finding, StabilityReport, Thresholds
 from .importance import (
     Importance,
     Unit,
@@ -38,6 +40,7 @@ __all__ = [
     "STATISTICS",
     "Clipped",
     "Comparison",
+    "DecodingCost",
     "Finding",
     "HeadDifference",
     "HeadRecord",
@@ -61,6 +64,7 @@ __all__ = [
     "all_reduced",
     "calibrate_roles",
     "find_roles",
+    "decoding_cost",
     "gate_gradient",
     "head_units",
     "leave_one_out",
