@@ -328,7 +328,7 @@ def test_what_decoding_saves_is_measured() -> None:
     assert min(cost.whole_seconds, cost.restricted_seconds) > 0
     assert "caches 0.1 MiB, restricted 0.0 MiB (68 %)" in str(cost)
     assert model.blocks[0].attention.window is None
-    with pytest.raises(mh.ModelError, match="Linear is no multihead.LanguageModel"):
+    with pytest.raises(mh.ModelError, match=r"Linear is no multihead\.LanguageModel"):
         decoding_cost(nn.Linear(2, 2), WINDOWS, text)
     with pytest.raises(mh.InputError, match="more than steps=16"):
         decoding_cost(model, WINDOWS, text[:16])

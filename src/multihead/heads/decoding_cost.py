@@ -46,8 +46,8 @@ class DecodingCost:
             f"restricted {self.restricted_bytes / 2**20:.1f} MiB "
             f"({100 * self.restricted_bytes / self.whole_bytes:.0f} %); a step "
             f"{1e3 * self.whole_seconds:.1f} ms, restricted {1e3 * self.restricted_seconds:.1f} ms "
-            f"({self.whole_seconds / self.restricted_seconds:.2f}x as fast; median of {self.steps}, "
-            f"{threads})"
+            f"({self.whole_seconds / self.restricted_seconds:.2f}x as fast; median of "
+            f"{self.steps}, {threads})"
         )
 
 
@@ -98,7 +98,13 @@ def decoding_cost(
             with restricted(model, windows):
                 seconds[1].append(_timed(model, token, near))
     return DecodingCost(
-        context, *nbytes, *map(median, seconds), steps=steps, threads=torch.get_num_threads()
+        context=context,
+        whole_bytes=nbytes[0],
+        restricted_bytes=nbytes[1],
+        whole_seconds=median(seconds[0]),
+        restricted_seconds=median(seconds[1]),
+        steps=steps,
+        threads=torch.get_num_threads(),
     )
 
 
