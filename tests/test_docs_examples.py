@@ -1,0 +1,80 @@
+"""Pages that show what examples give show what they give today."""
+
+import re
+
+import pytest
+import torch
+
+import multihead as mh
+import worked_example
+import write_docs
+from close import assert_close
+from common_mistakes import MISTAKES
+from mistake import Mistake, told
+
+
+@pytest.mark.parametrize("name", write_docs.PAGES)
+def test_a_page_is_what_its_example_gives(name: str) -> None:
+    text = write_docs.path_of(name).read_text(encoding="utf-8")
+    assert f"<!-- written: {name} -->" in text
+    assert write_docs.fill(text) == text, "run `python examples/write_docs.py`"
+
+
+def by_hand(causal: bool) -> torch.Tensor:
+    """The pass once more, in float64, from the weights alone."""
+    layer = worked_example.layer()
+    query, key, value = (
+        x.reshape(1, 3, 2, 2).transpose(1, 2)
+        for x in layer.qkv_proj(worked_example.X[None]).chunk(3, dim=-1)
+    )
+    heads = mh.attention(
+        query, key, value, mask=mh.Causal() if causal else None, backend="reference"
+    )
+    return layer.out_proj(heads.transpose(1, 2).flatten(2))[0]
+
+
+@pytest.mark.parametrize(("step", "causal"), [("Mix with W_O", False), ("Under a causal", True)])
+def test_the_hand_computed_output_is_the_librarys(step: str, causal: bool) -> None:
+    (found,) = [s for s in worked_example.steps() if s.title.startswith(step)]
+    name = "Y, causal" if causal else "Y"
+    start = found.lines.index(name) + 1
+    shown = [[float(x) for x in line.split()[1:]] for line in found.lines[start : start + 3]]
+    expected = by_hand(causal).detach()
+    assert torch.equal(torch.tensor(shown), (expected * 1e4).round().div(1e4).float())
+
+
+def test_the_layer_of_the_worked_example_gives_its_numbers() -> None:
+    x = worked_example.X[None]
+    layer = worked_example.layer()
+    expected = by_hand(causal=False)[None]
+    baseline = layer.float()(x.float()).double()
+    assert_close(worked_example.layer()(x), expected, baseline)
+
+
+def test_every_number_of_the_worked_example_has_four_digits() -> None:
+    shown = [
+        line for step in worked_example.steps() for line in step.lines if line.startswith("  ")
+    ]
+    assert len(shown) > 50
+    for line in shown:
+        assert all(re.fullmatch(r"-?\d+\.\d{4}", number) for number in line.split()[1:]), line
+    assert not any("-0.0000" in line for line in shown)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.title)
+def test_the_mistake_is_wrong_and_the_remedy_right(mistake: Mistake) -> None:
+    torch.manual_seed(0)
+    ran = mistake.run()
+    assert told(ran.right, ran.answer) == "as it should be"
+    assert re.match(r"off by \d\d+%|NaN in \d+ of", told(ran.wrong, ran.answer))
+    assert mistake.symptom
+    assert mistake.remedy
+    assert "Ran(wrong, right" in mistake.code
+
+
+def test_mistakes_are_told_apart() -> None:
+    one = torch.ones(2, 2).double()
+    assert told(one, one) == "as it should be"
+    assert told(1.5 * one, one) == "off by 50% of the answer's norm"
+    assert told(one / 0 * 0, one) == "NaN in 4 of 4 numbers"
+    assert told(one[0], one) == "a shape of [2] instead of [2, 2]"
