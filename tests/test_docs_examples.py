@@ -1,11 +1,13 @@
 """Pages that show what examples give show what they give today."""
 
+import doctest
 import re
 
 import pytest
 import torch
 
 import multihead as mh
+import page as claims_page
 import worked_example
 import write_docs
 from close import assert_close
@@ -78,3 +80,54 @@ def test_mistakes_are_told_apart() -> None:
     assert told(1.5 * one, one) == "off by 50% of the answer's norm"
     assert told(one / 0 * 0, one) == "NaN in 4 of 4 numbers"
     assert told(one[0], one) == "a shape of [2] instead of [2, 2]"
+
+
+# --- questions.md --------------------------------------------------------------------------------
+
+QUESTIONS = (write_docs.DOCS / "questions.md").read_text(encoding="utf-8")
+PREAMBLE, *CARDS = re.split(r"^## ", QUESTIONS, flags=re.MULTILINE)
+
+
+def code_of(text: str) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.splitlines()[0])
+def test_the_code_of_a_card_gives_what_stands_below_it(card: str) -> None:
+    names: dict[str, object] = {}
+    runner = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF)
+    for text in (PREAMBLE, card):
+        code = code_of(text)
+        test = doctest.DocTestParser().get_doctest(code, names, card.splitlines()[0], None, None)
+        assert test.examples, "a card has code"
+        said: list[str] = []
+        runner.run(test, out=said.append, clear_globs=False)
+        names = test.globs
+        assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+def test_there_are_cards_enough() -> None:
+    titles = [card.splitlines()[0] for card in CARDS]
+    assert len(titles) == len(set(titles)) >= 20
+    assert all(title.endswith("?") for title in titles)
+
+
+COMMANDS = [
+    (path.name, command)
+    for path in sorted(write_docs.DOCS.glob("*.md"))
+    for command in re.findall(
+        r"`((?:python|multihead) [\w/ .-]+)`", path.read_text(encoding="utf-8")
+    )
+]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_of_the_docs_exists(page: str, command: str) -> None:
+    program, first, *_ = command.split()
+    if program == "python":
+        script = write_docs.ROOT / first.replace("NAME", "claim")
+        assert script.exists() or script.stem in claims_page.ORDER, page
+    else:
+        from multihead.cli.app import app
+
+        assert first in {each.name or each.callback.__name__ for each in app.registered_commands}
