@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import common_mistakes
+import concept_map
 import worked_example
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,7 @@ DOCS = ROOT / "docs"
 PAGES: Mapping[str, Callable[[], str]] = {
     "worked-example": worked_example.markdown,
     "common-mistakes": common_mistakes.markdown,
+    "concept-map": concept_map.markdown,
 }
 
 _BLOCK = re.compile(r"(<!-- written: ([\w-]+) -->\n).*?(<!-- end written -->)", re.DOTALL)
@@ -40,6 +42,7 @@ def main() -> None:
         path = path_of(name)
         path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"Written: {path.relative_to(ROOT)}")
+    print(concept_map.draw())
 
 
 if __name__ == "__main__":

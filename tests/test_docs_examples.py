@@ -1,11 +1,14 @@
 """Pages that show what examples give show what they give today."""
 
 import doctest
+import pkgutil
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import concept_map
 import multihead as mh
 import page as claims_page
 import worked_example
@@ -131,3 +134,35 @@ def test_a_command_of_the_docs_exists(page: str, command: str) -> None:
         from multihead.cli.app import app
 
         assert first in {each.name or each.callback.__name__ for each in app.registered_commands}
+
+
+# --- concept-map.md ------------------------------------------------------------------------------
+
+CONCEPTS = concept_map.CONCEPTS
+
+
+@pytest.mark.parametrize("concept", CONCEPTS, ids=lambda concept: concept.name)
+def test_what_a_concept_names_exists(concept: concept_map.Concept) -> None:
+    assert pkgutil.resolve_name(concept.does)
+    assert concept.claim in claims_page.ORDER
+    assert f"\n## {concept.card}\n" in QUESTIONS
+
+
+def test_the_map_is_whole() -> None:
+    names = [concept.name for concept in CONCEPTS]
+    places = {(concept.column, concept.row) for concept in CONCEPTS}
+    assert len(set(names)) == len(names) == len(places)
+    linked = {end for start, to, _ in concept_map.LINKS for end in (start, to)}
+    assert linked == set(names)
+    assert {concept.claim for concept in CONCEPTS} >= set(claims_page.ORDER) - {"head_rank"}
+
+
+def test_the_picture_is_that_of_the_map(tmp_path: Path) -> None:
+    assert concept_map.digest() in concept_map.PICTURE.read_text(encoding="utf-8"), (
+        "run `python examples/write_docs.py`"
+    )
+    pytest.importorskip("matplotlib")
+    drawn = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    assert concept_map.draw(drawn[0]) == "Map: a.svg"
+    concept_map.draw(drawn[1])
+    assert drawn[0].read_bytes() == drawn[1].read_bytes()

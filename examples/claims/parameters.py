@@ -20,9 +20,9 @@ CLAIM = Claim(
     title="What the number of heads costs",
     text="Attention of width d has 4 d^2 parameters and the same products whatever the number of "
     "heads; more heads make the KV cache larger.",
-    method="For every h that divides d: count a real layer's weights, let torch count the products "
-    "of the dense attention, count the elements of its score tensor, and fill a real KV cache; "
-    "compare each with multihead.cost.",
+    method="For every h that divides d: count a real layer's weights, of self- and of "
+    "cross-attention; let torch count the products of the dense attention; count the elements of "
+    "its score tensor; fill a real KV cache. Compare each with multihead.cost.",
     seconds=30,
     quick_seconds=5,
 )
@@ -114,6 +114,9 @@ def _compare_with_cost(counts: Mapping[str, int], width: int, heads: int, tokens
         "products": cost.score_products(pairs, head_dim) + cost.value_products(pairs, head_dim),
         "score_bytes": cost.score_table_bytes(tokens, tokens, "float32", heads),
     }
+    cross = mh.MultiHeadAttention(width, heads, context_dim=width)
+    counted = sum(weight.numel() for weight in cross.parameters())
+    check_equal(f"parameters of cross-attention with {heads} heads", counted, 4 * width**2)
     for name, value in predicted.items():
         check_equal(f"{name} with {heads} heads", counts[name], value)
 
