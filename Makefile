@@ -50,6 +50,7 @@ record: $(VENV)/.bench         ## measure this machine against every peer, into 
 
 figures: $(VENV)/.figures      ## the tables and pictures of README and docs, from benchmarks/results
 	$(RUN)python benchmarks/figures.py
+	$(RUN)python examples/write_docs.py
 
 claims: $(VENV)/.figures       ## run each claim about attention, into docs/claims.md; QUICK=1 in 3 minutes, keeping nothing
 	$(RUN)python examples/claims $(if $(QUICK),--quick,--record)
