@@ -102,7 +102,8 @@ def error(job: tuple[int, int, int, int]) -> float:
 
     def loss(batch: int = BATCH) -> Tensor:
         points = torch.randn(batch, POINTS, DIM)
-        return (model(points) - _standard((points @ directions).amax(1))).square().mean()
+        wrong: Tensor = model(points) - _standard((points @ directions).amax(1))
+        return wrong.square().mean()
 
     train(model.parameters(), loss, steps, rate=2e-2 if steps < 500 else 1e-2)
     with torch.no_grad():

@@ -3,10 +3,9 @@
 from .ablation import ablate
 from .all_reduce import all_reduced
 from .comparison import Comparison, HeadDifference
+from .decoding_cost import DecodingCost, decoding_cost
 from .diagnosis import Finding, StabilityReport, StabilityThresholds
 from .histogram import Quantile
-from .decoding_cost import DecodingCost, decoding_cost
-from .diagnosis import Finding, StabilityReport, Thresholds
 from .importance import (
     Importance,
     Unit,
@@ -58,13 +57,12 @@ __all__ = [
     "StabilityReport",
     "StabilityThresholds",
     "StreamingHeads",
-    "Thresholds",
     "Unit",
     "ablate",
     "all_reduced",
     "calibrate_roles",
-    "find_roles",
     "decoding_cost",
+    "find_roles",
     "gate_gradient",
     "head_units",
     "leave_one_out",
