@@ -243,6 +243,8 @@ def test_what_if_of_an_encoder_decoder_changes_both() -> None:
 def test_sweeps() -> None:
     heads = dict(sweep_heads(model_of(Attention.of(48, 6, 3))))
     assert list(heads) == [2, 4, 6, 8, 16]
+    threes = sweep_heads(model_of(Attention.of(576, 9, 3)))
+    assert [count for count, _ in threes] == [3, 6, 9, 12, 24, 48, 96, 192]
     assert len({parameters_of(model).total for model in heads.values()}) == 1
     dims = dict(sweep_head_dims(model_of(Attention.of(48, 6))))
     assert list(dims) == [8, 16, 32, 64, 128, 256]

@@ -30,15 +30,24 @@ from multihead.cost.operations import Operations, Pass, backward, forward
 from multihead.cost.pairs import visible_pairs
 from multihead.cost.parameters import Parameters, parameters_of
 from multihead.cost.parts import AnyAttention, Attention, LatentAttention, Projection
-from multihead.cost.report import Setting, measures, outline, report
+from multihead.cost.report import Setting, measures, outline, report, setting_document
 from multihead.cost.summary import summary
 from multihead.cost.traffic import Traffic, Widths, traffic
 from multihead.cost.training import TrainingMemory, activation_bytes, training_memory
-from multihead.cost.variants import sweep_head_dims, sweep_heads, what_if, with_kind
+from multihead.cost.variants import (
+    KINDS,
+    SIZES,
+    sweep_head_dims,
+    sweep_heads,
+    what_if,
+    with_kind,
+)
 
 __all__ = [
     "DEVICES",
+    "KINDS",
     "MODEL_TYPES",
+    "SIZES",
     "VASWANI_3A",
     "AnyAttention",
     "AnyFeedForward",
@@ -85,6 +94,7 @@ __all__ = [
     "score_table_bytes",
     "score_tables",
     "serving_bytes",
+    "setting_document",
     "summary",
     "sweep_head_dims",
     "sweep_heads",

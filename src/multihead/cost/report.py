@@ -82,7 +82,7 @@ def report(model: Model, setting: Setting) -> dict[str, Any]:
     prefill = forward(model, setting.prefill)
     return {
         "model": outline(model),
-        "setting": _setting(setting),
+        "setting": setting_document(setting),
         "parameters": parameters_of(model).as_dict(),
         "active_parameters": parameters_of(model, active=True).as_dict(),
         "prefill": {
@@ -167,7 +167,8 @@ def _kind(layer: Layer, count: int) -> dict[str, Any]:
     }
 
 
-def _setting(setting: Setting) -> dict[str, Any]:
+def setting_document(setting: Setting) -> dict[str, Any]:
+    """A setting as plain values."""
     device = setting.device
     return {
         "context": setting.context,

@@ -46,8 +46,9 @@ def what_if(model: Model, changes: Mapping[str, int]) -> Model:
     """The model with other sizes.
 
     * heads: as many heads of the same width together, so each is wider or narrower, unless head_dim
-      is given too. MHA and MQA stay what they are; in between each KV head keeps serving as many
-      heads, unless kv_heads is given too. So neither parameters nor the KV cache change.
+      is given too. Each KV head keeps serving as many heads, unless kv_heads is given too, so that
+      neither parameters nor the KV cache change. MQA keeps its one KV head, which is as wide as a
+      head, and latent attention its widths: there both change.
     * kv_heads, head_dim, ffn, vocab: that size alone.
     * d_model: the width of the stream; of heads too, where they fill it.
     * layers: the first so many, or the same ones again in order.
@@ -73,15 +74,17 @@ def what_if(model: Model, changes: Mapping[str, int]) -> Model:
 
 
 def sweep_heads(model: Model) -> list[tuple[int, Model]]:
-    """Every number of heads that the same width can be cut into: powers of two, and its own.
+    """Numbers of heads that the same width can be cut into: doubled each time, and its own.
 
-    Grouped heads keep their groups, so numbers that these do not divide are left out.
+    They begin with one, or with as many as share a KV head. Layers that cannot be cut alike leave a
+    number out.
     """
     first = model.layers[0].attention
     width = first.heads * first.head_dim
-    counts = {first.heads} | {2**k for k in range(width.bit_length()) if width % 2**k == 0}
+    group = first.heads // first.kv_heads if first.kind == "gqa" else 1
+    counts = {first.heads} | {group * 2**k for k in range(width.bit_length())}
     found = []
-    for heads in sorted(counts):
+    for heads in sorted(count for count in counts if width % count == 0):
         try:
             found.append((heads, what_if(model, {"heads": heads})))
         except ArgumentError:

@@ -1,0 +1,388 @@
+"""`multihead cost`: what it prints, its JSON, tables and pictures, and its errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+from multihead.cli import main, sizes
+from requires import require
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+    "max_position_embeddings": 512,
+}
+PLAIN = ("--d-model", "1024", "--heads", "8")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    status = main(["cost", *arguments])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    return printed.out
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(capsys, *arguments, "--json"))
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2) -> str:
+    assert main(["cost", *arguments]) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("multihead: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("context", "products", "table"),
+    [
+        ("1k", 134217728, 2097152),
+        ("8k", 8589934592, 134217728),
+        ("32k", 137438953472, 2147483648),
+        ("128k", 2199023255552, 34359738368),
+    ],
+)
+def test_one_head_of_128(
+    context: str, products: int, table: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = document(
+        capsys, "--d-model", "128", "--heads", "1", "--context", context, "--dtype", "fp16"
+    )
+    assert found["prefill"]["dense_operations"]["scores"] == products
+    assert found["memory"]["score_tables"]["head"] == table
+    assert found["parameters"]["q"] + found["parameters"]["o"] == 2 * 128**2
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (),
+        ("--device", "h100", "--memory", "24GiB"),
+        ("--compare", "mha,gqa:2,mqa,mla", "--device", "a100", "--memory", "1GB"),
+        ("--sweep", "heads"),
+        ("--sweep", "context", "--device", "l4", "--memory", "1GB"),
+        ("--sweep", "head-dim", "--memory", "1GB"),
+        ("--what-if", "heads=16", "--what-if", "context=1k"),
+        ("--cache", "int8", "--batch", "4"),
+    ],
+)
+def test_every_view_fits_the_terminal(
+    asked: tuple[str, ...],
+    width: int,
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    printed = run(capsys, config, *asked)
+    assert all(len(line.rstrip()) <= width for line in printed.splitlines())
+    assert "…" not in printed
+    assert "3 layers: 8 heads of 8 on 4 KV heads (GQA)" in printed
+
+
+def test_the_report_says_what_it_counts(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run(capsys, config)
+    words = " ".join(printed.split())
+    for said in (
+        "512 tokens",
+        "A product is one multiply-add",
+        "GiB are 2^10, 2^20, 2^30 bytes",
+        "not built",
+        "parameters and products are the same for any number of heads",
+        "depends on KV heads x their width, not on the heads",
+        "Vaswani et al. 2017, table 3 (A)",
+        "lower bound",
+    ):
+        assert said in words
+
+
+def test_json_is_one_document_of_exact_numbers(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = document(capsys, config, "--context", "1k", "--batch", "2", "--dtype", "bf16")
+    assert found["model"]["name"] == "tiny"
+    assert found["setting"]["context"] == 1024
+    assert found["memory"]["cache"] == 2 * 3 * 4 * 8 * 1024 * 2 * 2
+    assert (
+        found["parameters"]["total"]
+        == 2 * 101 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64) + 64
+    )
+    assert found["prefill"]["visible_pairs"] == [1024 * 1025 // 2] * 3
+    assert found["setting"]["device"] is None
+    assert found["decode"]["estimate"]["seconds"] is None
+
+
+def test_folders_and_files_are_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert document(capsys, config) == document(capsys, str(Path(config).parent))
+
+
+def test_compare(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, config, "--compare", "mha,gqa:2,mqa,mla:8+4")
+    kept = [column["kv_cache_bytes"] for column in found["columns"]]
+    assert kept == [3 * 512 * 2 * numbers for numbers in (128, 32, 16, 12)]
+    assert [column["name"] for column in found["columns"]] == ["mha", "gqa:2", "mqa", "mla:8+4"]
+
+
+def test_sweep_over_heads(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = document(capsys, config, "--sweep", "heads")["columns"]
+    assert [column["heads"] for column in columns] == [2, 4, 8, 16, 32, 64]
+    for same in ("parameters", "prefill_products", "kv_cache_bytes"):
+        assert len({column[same] for column in columns}) == 1, same
+    for grows in ("exponentials", "score_table_bytes"):
+        assert [column[grows] / columns[0][grows] for column in columns] == [1, 2, 4, 8, 16, 32]
+
+
+def test_sweep_over_contexts(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = document(capsys, *PLAIN, "--sweep", "context", "--context", "5000")["columns"]
+    assert [column["context"] for column in columns] == [1024, 2048, 4096, 5000]
+    short = document(capsys, *PLAIN, "--sweep", "context", "--context", "100")["columns"]
+    assert [column["context"] for column in short][-1] == 100
+
+
+def test_what_if(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, config, "--what-if", "heads=16", "--what-if", "batch=3,dtype=fp32")
+    before, after = found["columns"]
+    assert (before["heads"], after["heads"], after["batch"]) == (8, 16, 3)
+    assert after["kv_cache_bytes"] == 6 * before["kv_cache_bytes"]
+    assert after["exponentials"] == 6 * before["exponentials"]
+    printed = run(capsys, config, "--what-if", "heads=16")
+    assert "difference" in printed
+    assert "same" in printed
+
+
+def test_times(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = document(capsys, config, "--peak-tflops", "2", "--bandwidth", "100")
+    device = given["setting"]["device"]
+    assert (device["flops"], device["bandwidth"], device["ridge"]) == (2e12, 1e11, 20)
+    for part in given["prefill"]["estimate"]["parts"].values():
+        assert part["seconds"] == max(part["flops"] / 2e12, part["bytes"] / 1e11)
+    preset = document(capsys, config, "--device", "h100", "--bandwidth", "3000")
+    assert preset["setting"]["device"]["bandwidth"] == 3e12
+
+
+def test_measured_limits(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require("native")
+    monkeypatch.setattr("multihead.bench.limits.read_bandwidth", lambda: 12.5)
+    device = document(capsys, config, "--measure", "--dtype", "fp32")["setting"]["device"]
+    assert device["flops"] > 1e9
+    assert device["bandwidth"] == 12.5e9
+    assert "measured now" in device["source"]
+
+
+def test_csv_of_a_report_and_of_a_comparison(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cost.csv"
+    assert f"Table: {path}" in run(capsys, config, "--csv", str(path))
+    rows = {row["quantity"]: row["value"] for row in csv.DictReader(path.open())}
+    assert int(rows["parameters.total"]) > 0
+    assert int(rows["prefill.visible_pairs.2"]) == 512 * 513 // 2
+    assert rows["memory.fit"] == ""
+    run(capsys, config, "--compare", "mha,mqa", "--csv", str(path))
+    columns = list(csv.DictReader(path.open()))
+    assert [column["name"] for column in columns] == ["mha", "mqa"]
+    assert int(columns[0]["kv_cache_bytes"]) == 8 * int(columns[1]["kv_cache_bytes"])
+    assert [entry.name for entry in tmp_path.iterdir()].count("cost.csv") == 1
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_table_is_written_whole_or_not_at_all(
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "cost.csv"
+    path.write_text("before")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", fail)
+    error = refusal(capsys, config, "--csv", str(path))
+    assert "No space left" in error
+    assert path.read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [(), ("--sweep", "heads"), ("--compare", "mha,mqa")])
+def test_plots(
+    asked: tuple[str, ...], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "cost.svg"
+    assert f"Plot: {path}" in run(capsys, config, *asked, "--plot", str(path))
+    assert path.read_bytes().startswith(b"<?xml")
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    error = refusal(capsys, config, "--plot", str(tmp_path / "cost.png"), status=1)
+    assert "multihead[plot]" in error
+
+
+def test_smollm2(capsys: pytest.CaptureFixture[str]) -> None:
+    require("models")
+    pytest.importorskip("gguf")
+    found = document(capsys, "smollm2")
+    assert found["parameters"]["total"] == 134515008
+    assert found["setting"]["context"] == 8192
+
+
+def test_the_text_model_of_a_model_that_also_sees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": LLAMA}))
+    assert "text model alone" in document(capsys, str(path))["model"]["name"]
+
+
+def test_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run(capsys, *PLAIN, "--encoder", "--layers", "2")
+    assert "KV cache" not in printed
+    assert "one token more" not in printed
+    assert document(capsys, *PLAIN, "--encoder")["decode"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((), "--d-model and --heads"),
+        (("--d-model", "12"), "--heads"),
+        (("smollm2", "--heads", "4"), "--heads"),
+        (("--d-model", "10", "--heads", "3"), "--head-dim"),
+        (("--d-model", "12", "--heads", "4", "--kv-heads", "3"), "--kv-heads"),
+        ((*PLAIN, "--context", "0"), "--context"),
+        ((*PLAIN, "--context", "12q"), "--context"),
+        ((*PLAIN, "--batch", "0"), "--batch"),
+        ((*PLAIN, "--dtype", "int4"), "bf16"),
+        ((*PLAIN, "--device", "tpu"), "h100"),
+        ((*PLAIN, "--device", "l4", "--dtype", "fp32"), "--peak-tflops"),
+        ((*PLAIN, "--peak-tflops", "5"), "--bandwidth"),
+        ((*PLAIN, "--peak-tflops", "0", "--bandwidth", "3"), "above 0"),
+        ((*PLAIN, "--measure", "--device", "l4"), "--measure"),
+        ((*PLAIN, "--memory", "24G"), "24GiB"),
+        ((*PLAIN, "--compare", "linear"), "gqa:N"),
+        ((*PLAIN, "--compare", ","), "--compare"),
+        ((*PLAIN, "--compare", "gqa:3"), "divide"),
+        ((*PLAIN, "--compare", "mha", "--sweep", "heads"), "one at a time"),
+        ((*PLAIN, "--sweep", "depth"), "sweep"),
+        ((*PLAIN, "--what-if", "heads=5"), "head_dim too"),
+        ((*PLAIN, "--what-if", "depth=5"), "depth"),
+        ((*PLAIN, "--what-if", "heads"), "heads=16"),
+        ((*PLAIN, "--what-if", "heads=4,heads=2"), "twice"),
+        ((*PLAIN, "--csv", "/nowhere/cost.csv"), "/nowhere"),
+        ((*PLAIN, "--csv", "."), "folder"),
+        ((*PLAIN, "--plot", "cost.gif"), ".png"),
+        ((*PLAIN, "--cache", "lru"), "lru"),
+    ],
+)
+def test_bad_usage_is_one_sentence(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"model_type": "mamba"}', "'mamba'"),
+        ('{"model_type": "llama"}', "num_hidden_layers"),
+        ("{", "cannot be read"),
+        ("[]", "no object"),
+    ],
+)
+def test_configs_that_cannot_be_counted(
+    content: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert named in refusal(capsys, str(path), status=1)
+
+
+def test_models_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no file or folder" in refusal(capsys, str(tmp_path / "none.gguf"), status=1)
+    assert "config.json" in refusal(capsys, str(tmp_path), status=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4096", 4096), ("128k", 131072), ("1M", 1048576), ("131,072", 131072), ("1_000", 1000)],
+)
+def test_counts(text: str, count: int) -> None:
+    assert sizes.parse_count(text, "--context") == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("24GiB", 24 * 2**30), ("24gb", 24 * 10**9), ("1.5 MiB", 3 * 2**19), ("7B", 7)],
+)
+def test_bytes(text: str, count: int) -> None:
+    assert sizes.parse_bytes(text, "--memory") == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (2097152, "2.00 MiB"),
+        (34359738368, "32.0 GiB"),
+        (2**40 - 1, "1.00 TiB"),
+    ],
+)
+def test_bytes_as_written(count: int, text: str) -> None:
+    assert sizes.binary_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2e-8, "0.02 µs"),
+        (8.42e-5, "84.2 µs"),
+        (0.0123, "12.3 ms"),
+        (1.0, "1.00 s"),
+        (600.0, "10.0 min"),
+        (7200.0, "2.0 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert sizes.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(131072, "128k"), (2**21, "2m"), (1000, "1,000")])
+def test_tokens(count: int, text: str) -> None:
+    assert sizes.short_tokens(count) == text
