@@ -41,6 +41,9 @@ def load_checkpoint(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
 def save_checkpoint(model: Model, folder: str | Path, model_type: str) -> None:
     """Write a model as a checkpoint of `model_type`, which transformers loads too.
 
+    Models of any make are written as "multihead", our own type, which `load_checkpoint` alone
+    loads.
+
     Raises:
         ModelError: a model that is not built like one of that type.
         MissingExtraError: safetensors is not installed.

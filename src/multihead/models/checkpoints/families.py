@@ -17,7 +17,7 @@ from ..config import EncoderConfig, EncoderDecoderConfig, LanguageModelConfig
 from ..encoder import Encoder
 from ..encoder_decoder import EncoderDecoder
 from ..language_model import LanguageModel
-from . import bart, bert, gpt2, llama
+from . import bart, bert, gpt2, llama, native
 from .fields import Fields, need
 from .pruned import read_pruned, write_pruned
 from .rules import Renamed, State, read_state, write_state
@@ -26,7 +26,9 @@ Config = LanguageModelConfig | EncoderConfig | EncoderDecoderConfig
 Model = LanguageModel | Encoder | EncoderDecoder
 
 _FAMILIES: dict[str, ModuleType] = {
-    model_type: family for family in (llama, gpt2, bert, bart) for model_type in family.MODEL_TYPES
+    model_type: family
+    for family in (llama, gpt2, bert, bart, native)
+    for model_type in family.MODEL_TYPES
 }
 
 MODEL_TYPES = tuple(_FAMILIES)
@@ -86,7 +88,7 @@ def from_checkpoint(
     family = _family(need(fields, "model_type"))
     config = read_config(fields)
     theirs = _canonical(family, config, state)
-    if isinstance(config, EncoderConfig):
+    if isinstance(config, EncoderConfig) and family is not native:
         config = replace(config, pooler="pooler.dense.weight" in theirs)
     ours = read_state(family.rules(config), theirs)
     with torch.device("meta"), _WithoutInitialValues():
