@@ -249,14 +249,16 @@ def test_models_whose_heads_cannot_be_told_apart_are_refused():
         attention_layers(families.build("modernbert"))
 
 
-def test_a_compiled_model_is_its_own():
-    model = tiny.language_model()
-    wrapped = nn.Module()
-    wrapped._orig_mod = model
-    assert [layer.name for layer in attention_layers(wrapped)] == [
-        "blocks.0.attention",
-        "blocks.1.attention",
-    ]
+def test_a_compiled_model_is_ablated_too():
+    layer, x = mh.MultiHeadAttention(8, 2).eval(), torch.randn(2, 3, 8)
+    compiled = torch.compile(layer, backend="eager")
+    with torch.no_grad():
+        whole = compiled(x)
+        with ablate(compiled, {(0, 1)}):
+            got = compiled(x)
+        torch.testing.assert_close(got, zeroed(layer, {(0, 1)})(x))
+        assert not torch.allclose(got, whole)
+        torch.testing.assert_close(compiled(x), whole)
 
 
 def test_the_loss_of_a_copy_equals_that_of_edited_weights():

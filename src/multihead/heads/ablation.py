@@ -5,13 +5,13 @@ Shape suffixes: b batch, l length, c all heads' widths together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import ArgumentError, DtypeError
 from ..integrations.attention_layers import AttentionLayer, Head, attention_layers, by_layer
@@ -88,16 +88,16 @@ def ablate(
 @contextmanager
 def changing(layers: Iterable[AttentionLayer], changes: Mapping[int, Change]) -> Iterator[None]:
     """Let the output projections of some layers read something else inside the block."""
-    handles: list[RemovableHandle] = []
-    try:
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            # A compiled graph knows nothing of later hooks, so compiled models run eagerly here.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in layers:
             if layer.index in changes:
                 hook = _hook(changes[layer.index])
-                handles.append(layer.out_proj.register_forward_pre_hook(hook))
+                handle = layer.out_proj.register_forward_pre_hook(hook)
+                stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:

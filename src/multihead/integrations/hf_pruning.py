@@ -85,18 +85,29 @@ def prune_layer(layer: AttentionLayer, after: Pruned) -> None:
         module.__class__ = _headless(type(module), layer.family)
 
 
-def record(model: Any) -> None:
-    """Write into the model's config which heads its layers have lost."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return
-    gone = {
-        str(layer.index): list(layer.pruned.heads)
-        for layer in attention_layers(model)
-        if layer.pruned.heads
-    }
-    if gone:
-        setattr(config, FIELD, gone)
+def record(model: nn.Module) -> None:
+    """Write into the config of each transformers model in `model` which heads its layers lost."""
+    seen: set[int] = set()
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if not hasattr(part, "save_pretrained") or id(config) in seen:
+            continue  # a base model shares the config of the whole one around it
+        seen.add(id(config))
+        gone = {
+            str(place): list(getattr(it, PRUNED).heads)
+            for place, it in enumerate(_attention_modules(part))
+            if getattr(it, PRUNED, None) is not None
+        }
+        if gone:
+            setattr(config, FIELD, gone)
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of attention; none for a part that has none."""
+    try:
+        return [layer.module for layer in attention_layers(model)]
+    except ModelError:
+        return []
 
 
 def prune_by_layer(model: Any, heads: Mapping[int, Sequence[int]]) -> None:
