@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ def restrict(model: nn.Module, windows: HeadWindows) -> None:
     """Restrict heads of a model from now on; `windows` without restricted heads frees them all.
 
     A transformers model is set to multihead's attention, which alone reads the windows. Files of a
-    model do not hold them: keep `windows.to_json()` beside the weights.
+    model do not hold them: keep `windows.to_json()` beside the weights. A model that is moved to
+    another device afterwards is restricted there anew.
 
     In a `LanguageModel`, `make_caches("window")` then makes caches that hold, for KV heads all of
     whose query heads are restricted, the window and the first tokens alone. transformers' own
@@ -171,6 +172,10 @@ def _window_of(layer: Any) -> Window | None:
 
 
 def _set_window(layer: Any, window: Window | None) -> None:
+    if window is not None and isinstance(window.left, torch.Tensor):
+        weight = next(layer.parameters(), None)
+        if weight is not None:  # masks are read where the call is
+            window = replace(window, left=window.left.to(weight.device))
     if isinstance(layer, MultiHeadAttention):
         layer.window = window
     else:
