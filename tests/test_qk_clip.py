@@ -158,6 +158,32 @@ def test_transformers_models(family: str) -> None:
     assert len(clipped) == int((before > tau).sum())
 
 
+def test_one_projection_for_queries_keys_and_values() -> None:
+    require("models")
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(2)
+    config = Phi3Config(
+        vocab_size=41,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        pad_token_id=0,
+    )
+    model = Phi3ForCausalLM(config).double()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.qkv_proj.weight.mul_(40)
+    ids = torch.randint(1, 41, (2, 11))
+    report, before = measured(model, lambda: model(ids))
+    tau = float(before.median())
+    qk_clip(model, report, tau=tau)
+    _, after = measured(model, lambda: model(ids))
+    # The angles of the heads are in float32 there.
+    assert torch.allclose(after, before.clamp(max=tau), rtol=1e-6)
+
+
 def test_every_layer_is_clipped_by_its_own_inputs() -> None:
     """Layers given what they had before: each of them then is at tau."""
     require("models")

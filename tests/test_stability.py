@@ -241,6 +241,26 @@ def test_the_graph_of_a_compiled_model_is_not_broken() -> None:
     eager.close()
 
 
+def test_models_of_torch_are_seen_after_replacing_their_attention() -> None:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 7, 12)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[0, 5:] = True
+    with mh.replace_sdpa(layer), stability(layer) as monitor:
+        layer(x, src_key_padding_mask=padding).sum().backward()
+        report = monitor.step()
+    assert report.layers == ("self_attn",)
+    q, k, _ = nn.functional.linear(
+        x, layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
+    ).split(12, -1)
+    q, k = (it.unflatten(-1, (2, 6)).transpose(1, 2) for it in (q, k))
+    hidden = padding[:, None, None] | padding[:, None, :, None]
+    want = (q @ k.mT / 6**0.5).masked_fill(hidden, -torch.inf).amax((0, 2, 3))
+    np.testing.assert_allclose(report.max_qk[0], want.detach().numpy(), rtol=1e-5)
+    assert report.queries.tolist() == [[12, 12]]
+
+
 def test_a_sample_of_rows_bounds_from_below() -> None:
     model, ids = small_model(), tokens(2, 29)
     reports = {}
