@@ -200,6 +200,44 @@ def test_what_sees_nothing_does_not_count() -> None:
     assert (heads.queries == 4).all()
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_packed_documents_are_their_texts_alone(sinks: bool) -> None:
+    torch.manual_seed(3)
+    layer = mh.MultiHeadAttention(12, 3, sinks=sinks)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.8)
+    x = torch.randn(1, sum(LENGTHS), 12)
+    ids = torch.repeat_interleave(torch.tensor(LENGTHS))[None]
+    with torch.no_grad(), mh.watch(layer) as packed:
+        layer(x, mask=mh.Causal() & mh.Documents(ids))
+    with torch.no_grad(), mh.watch(layer) as alone:
+        for text in x.split(LENGTHS, dim=1):
+            layer(text, mask=mh.Causal())
+    assert (packed.queries == sum(LENGTHS)).all()
+    assert packed.record().texts == alone.record().texts == 3
+    for name, table in alone.statistics.items():
+        np.testing.assert_allclose(
+            packed.statistics[name], table, rtol=1e-5, atol=1e-6, err_msg=name
+        )
+
+
+def test_rolling_caches_name_keys_by_their_positions() -> None:
+    layer = mh.MultiHeadAttention(12, 3)
+    x = torch.randn(1, 17, 12)
+    window = mh.Window(4, 0, keep_first=1)
+    with torch.no_grad(), mh.watch(layer) as whole:
+        layer(x, mask=mh.Causal() & window)
+    cache = mh.WindowKVCache(5, keep_first=1)
+    with torch.no_grad(), mh.watch(layer) as rolling:
+        for begin in range(0, 17, 3):
+            layer(x[:, begin : begin + 3], mask=mh.Causal() & window, cache=cache)
+    assert np.array_equal(rolling.queries, whole.queries)
+    for name, table in whole.statistics.items():
+        np.testing.assert_allclose(
+            rolling.statistics[name], table, rtol=1e-5, atol=1e-6, err_msg=name
+        )
+
+
 def test_calls_outside_of_the_model_are_not_counted() -> None:
     layer, other = mh.MultiHeadAttention(12, 3), mh.MultiHeadAttention(12, 3)
     with torch.no_grad(), mh.watch(layer) as heads:
