@@ -111,12 +111,13 @@ def _times(tokens: int, width: int, kind: str, rounds: int) -> dict[str, Timing]
 
 
 def _where_equal(lengths: Sequence[int], times: Sequence[Mapping[str, Timing]]) -> float | None:
-    """The length between two timed ones at which both take as long; None if they never do."""
+    """The last length at which both take as long, between timed ones; None if they never do."""
     logs = [math.log(of["attention"].median / of["projections"].median) for of in times]
+    found = None
     for (n, log_n), (m, log_m) in pairwise(zip(lengths, logs, strict=True)):
         if log_n <= 0 < log_m:
-            return float(n * (m / n) ** (log_n / (log_n - log_m)))
-    return None
+            found = float(n * (m / n) ** (log_n / (log_n - log_m)))
+    return found
 
 
 def _row(found: Mapping[str, Any]) -> tuple[str, ...]:

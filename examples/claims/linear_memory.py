@@ -184,6 +184,7 @@ def draw(figure: Any, figures: Mapping[str, Any]) -> None:
     ):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K")
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.set_title(title)
         axes.set_xlabel("tokens")
