@@ -10,7 +10,7 @@ from multihead.heads.role_thresholds import random_copy
 from multihead.models import BlockConfig, LanguageModel, LanguageModelConfig
 from multihead.nn.positions import RoPE
 
-COPIES = 4
+COPIES = 8  # of small decoders; half as many of SmolLM2 and MiniLM
 KINDS = ("rope", "learned", "sinusoidal")
 SOURCE = (
     "copies of SmolLM2-135M and MiniLM-L6 with shuffled weights, and small decoders of wide weights"

@@ -31,6 +31,7 @@ from .streaming import StreamingHeads, streaming
 from .trainer import trainer_callback
 from .watch import Heads, watch
 from .windows import HeadWindows, restrict, restricted
+from .writing import Writing, WrittenTokens, writing
 
 __all__ = [
     "MAXIMA",
@@ -60,6 +61,9 @@ __all__ = [
     "Unit",
     "ablate",
     "all_reduced",
+    "Thresholds",
+    "Writing",
+    "WrittenTokens",
     "calibrate_roles",
     "decoding_cost",
     "find_roles",
@@ -81,4 +85,5 @@ __all__ = [
     "token_rows",
     "trainer_callback",
     "watch",
+    "writing",
 ]

@@ -17,6 +17,8 @@ from .probe_scores import ROLES, Progress, Score, Scores, measure
 from .probes import DEFAULT_SEEDS, Frame, Probes
 
 FALSE_POSITIVES = 0.01
+# Margins are set for half of that, since other random weights reach a little more.
+_SETTING = 0.5 * FALSE_POSITIVES
 
 # The least score that the word means, whatever random weights do: Gu et al. 2024 call a head with
 # more than 0.3 on the first key a sink head, Voita et al. 2019 one that looks to a fixed place in
@@ -96,8 +98,8 @@ def calibrate_roles(
 
     In a copy the entries of every parameter are in a random order: weights are as large as the
     trained ones, so that heads are as sharp, and mean nothing. The first half of the copies sets
-    the margins, so that fewer than 1 % of their heads have a role by chance, but none below half of
-    the least score; the others count the false positives. Memory is that of one copy more.
+    the margins, so that fewer than 1 % of heads have a role by chance, but none below half of the
+    least score; the others count the false positives. Memory is that of one copy more.
 
     Raises:
         ArgumentError: fewer than two copies, or an odd number.
@@ -138,11 +140,11 @@ def from_random(
 
 
 def _exceeded_by_few(chance: Sequence[Score], least: float) -> float:
-    """The least margin that fewer than 1 % of random heads reach together with the score."""
+    """The least margin that few random heads reach together with the least score."""
     scores = np.concatenate([it.score[np.isfinite(it.score)] for it in chance] or [np.empty(0)])
     controls = np.concatenate([it.control[np.isfinite(it.score)] for it in chance] or [scores])
     margins = np.sort((scores - controls)[scores >= least])
-    allowed = int(np.ceil(FALSE_POSITIVES * len(scores))) - 1
+    allowed = int(np.ceil(_SETTING * len(scores))) - 1
     if len(margins) <= max(allowed, 0):
         return -np.inf
     return float(np.nextafter(margins[-1 - max(allowed, 0)], np.inf))
