@@ -12,9 +12,6 @@ from multihead.nn.positions import RoPE
 
 COPIES = 8  # of small decoders; half as many of SmolLM2 and MiniLM
 KINDS = ("rope", "learned", "sinusoidal")
-SOURCE = (
-    "copies of SmolLM2-135M and MiniLM-L6 with shuffled weights, and small decoders of wide weights"
-)
 
 
 def small(kind, seed):
@@ -44,14 +41,18 @@ def small_scores(copies):
 
 def shuffled_scores(copies):
     """Scores of copies of SmolLM2 and MiniLM with shuffled weights, by copy."""
-    sources = [_smollm2(), _minilm()]
     return [
         [
             measure(random_copy(model, seed), Probes(), DEFAULT_SEEDS, frame)
-            for model, frame in sources
+            for model, frame in sources()
         ]
         for seed in range(copies)
     ]
+
+
+def sources():
+    """SmolLM2 and MiniLM, each with what its tokenizer puts around a text."""
+    return _smollm2(), _minilm()
 
 
 def _smollm2():

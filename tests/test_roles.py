@@ -12,9 +12,9 @@ import multihead as mh
 import planted
 import random_heads
 from multihead import heads
-from multihead.heads.probe_scores import ROLES, measure
+from multihead.heads.probe_scores import ROLES, Score, Scores, measure
 from multihead.heads.probes import Frame, Probes, draw
-from multihead.heads.role_thresholds import random_copy
+from multihead.heads.role_thresholds import FALSE_POSITIVES, SHIPPED, from_random, random_copy
 from requires import require
 
 SHORT = Probes(length=64, periods=(13, 23))
@@ -187,6 +187,8 @@ def test_table_and_json_say_the_same(found) -> None:
     assert "L0H0 1.00/0.00" in table
     assert "special token: no special tokens are known" in table
     assert "16 heads, 8 of them without a role" in table
+    assert "0.0%" in table
+    assert "chance: share of 144 or 1,068 heads with random weights" in table
     assert max(map(len, table.splitlines()[:9])) <= 80
     document = json.loads(json.dumps(found.to_json(), allow_nan=False))
     names = [[{role["name"] for role in head} for head in layer] for layer in document["heads"]]
@@ -294,3 +296,79 @@ def test_tokenizers_of_ours_name_their_special_tokens() -> None:
     )
     tokenizer = SimpleNamespace(backend=backend, encode=lambda text: [4, 9])
     assert Frame.of(tokenizer) == Frame((4,), (), (0, 4))
+
+
+def test_heads_of_random_weights_have_few_roles() -> None:
+    [found] = random_heads.small_scores(1)
+    for role in set(ROLES) - {"uniform", "special_token"}:
+        held = sum(int(SHIPPED.held(role, scores.by_role[role]).sum()) for scores in found)
+        assert held <= 1, f"{role}: {held} of 96"
+
+
+def test_every_role_but_uniform_passes_by_chance_in_less_than_one_of_a_hundred() -> None:
+    for role in set(ROLES) - {"uniform"}:
+        assert SHIPPED.rate(role) < FALSE_POSITIVES
+        assert SHIPPED.margin[role] >= 0.5 * SHIPPED.score[role]
+
+
+@pytest.mark.proof
+def test_shipped_thresholds_are_made_of_random_heads() -> None:
+    require("models")
+    require("minilm")
+    small = random_heads.small_scores(random_heads.COPIES)
+    shuffled = random_heads.shuffled_scores(random_heads.COPIES // 2)
+    setting, counting = (
+        [scores for copy in [*small[half::2], *shuffled[half::2]] for scores in copy]
+        for half in (0, 1)
+    )
+    made = from_random(setting, counting, SHIPPED.source)
+    assert made.heads == SHIPPED.heads
+    for role in ROLES:
+        assert made.margin[role] == pytest.approx(SHIPPED.margin[role], abs=1e-3)
+        assert abs(made.false_positives[role] - SHIPPED.false_positives[role]) <= 2
+
+
+def test_margins_leave_few_of_those_that_set_them() -> None:
+    random = np.random.default_rng(0)
+    score = Score(random.uniform(0, 1, (20, 50)), np.zeros((20, 50)), n=1)
+    chance = Scores(("layer",) * 20, (50,) * 20, {"induction": score}, tokens=1)
+    made = from_random([chance], [chance], "uniform numbers")
+    assert made.margin["induction"] == np.nextafter(np.sort(score.score, None)[-5], 1)
+    assert made.false_positives["induction"] == 4  # below 0.5 % of 1000
+    assert made.margin["local"] == 0.25  # none was asked
+    assert made.rate("local") is None
+
+
+def test_thresholds_of_ones_own_model() -> None:
+    model = random_heads.small("learned", seed=2)
+    made = heads.calibrate_roles(model, probes=SHORT, seeds=(0,), copies=2)
+    assert made.heads["induction"] == 32
+    roles = heads.find_roles(model, probes=SHORT, seeds=(0,), thresholds=made)
+    assert roles.thresholds is made
+    assert "2 copies of LanguageModel" in roles.table()
+    with pytest.raises(mh.ArgumentError, match="copies must be 2 or another even number"):
+        heads.calibrate_roles(model, copies=3)
+
+
+@pytest.mark.slow
+def test_roles_of_smollm2_and_minilm() -> None:
+    require("models")
+    require("minilm")
+    (ours, frame), (theirs, framed) = random_heads.sources()
+    assert frame.front == frame.back == ()
+    assert framed.front == (101,)
+    assert framed.back == (102,)
+    probes, seeds = Probes(length=64, periods=(16, 24)), (0,)
+    found = measure(ours, probes, seeds, frame).by_role
+    held = {role: SHIPPED.held(role, score) for role, score in found.items()}
+    assert held["previous_token"][16, 0]
+    assert held["induction"][18, 6]
+    assert held["induction"][17, 3]
+    assert held["duplicate_token"][14, 3]
+    assert 0.5 < held["first_key"].mean() < 0.9
+    encoder = measure(theirs, probes, seeds, framed).by_role
+    assert SHIPPED.held("positional", encoder["positional"])[0, 2]
+    assert encoder["positional"].offset[0, 2] == -1
+    # What goes to the first place goes there without [CLS], too; in the middle the token counts.
+    assert SHIPPED.held("first_key", encoder["first_key"]).mean() > 0.4
+    assert SHIPPED.held("special_token", encoder["special_token"]).mean() > 0.4

@@ -93,7 +93,7 @@ class Roles:
     def table(self) -> str:
         """A line for each role: how many heads, the strongest, and what passes by chance."""
         total = sum(map(len, self.heads))
-        rows = [("role", "heads", "strongest: score/control", "n", "asks", "random")]
+        rows = [("role", "heads", "strongest: score/control", "n", "asks", "chance")]
         for name, score in self.scores.items():
             found = self.having(name)
             strongest = "  ".join(
@@ -119,7 +119,8 @@ class Roles:
             f"Probes: random sequences of {self.probes.length} tokens, repeats of {periods}; "
             f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {self.tokens:,} tokens.",
             "asks: at least this score, and this much above the control (uniform: of both).",
-            f"random: heads of random weights that pass, among {self.thresholds.source}.",
+            f"chance: share of {_random_heads(self.thresholds)} heads with random weights that pass "
+            f"({self.thresholds.source}).",
             *(f"{name.replace('_', ' ')}: {why}." for name, why in self.left_out.items()),
         ]
         return "\n".join(lines)
@@ -233,8 +234,14 @@ def _asks(thresholds: RoleThresholds, name: str) -> str:
 
 
 def _chance(thresholds: RoleThresholds, name: str) -> str:
-    heads = thresholds.heads.get(name, 0)
-    return f"{thresholds.false_positives[name]}/{heads}" if heads else "-"
+    rate = thresholds.rate(name)
+    return "-" if rate is None else f"{rate:.1%}"
+
+
+def _random_heads(thresholds: RoleThresholds) -> str:
+    """How many heads of random weights were asked, by role."""
+    counts = sorted(set(thresholds.heads.values()))
+    return " or ".join(f"{count:,}" for count in counts) or "no"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
