@@ -119,8 +119,8 @@ class Roles:
             f"Probes: random sequences of {self.probes.length} tokens, repeats of {periods}; "
             f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {self.tokens:,} tokens.",
             "asks: at least this score, and this much above the control (uniform: of both).",
-            f"chance: share of {_random_heads(self.thresholds)} heads with random weights that pass "
-            f"({self.thresholds.source}).",
+            f"chance: share of {_random_heads(self.thresholds)} heads with random weights that "
+            f"pass ({self.thresholds.source}).",
             *(f"{name.replace('_', ' ')}: {why}." for name, why in self.left_out.items()),
         ]
         return "\n".join(lines)
