@@ -62,6 +62,7 @@ def test_the_commands_are_those_that_exist(capsys: pytest.CaptureFixture[str]) -
         "inspect",
         "generate",
         "doctor",
+        "cost",
         "bench",
     ]
 

@@ -182,6 +182,7 @@ def test_times(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert part["seconds"] == max(part["flops"] / 2e12, part["bytes"] / 1e11)
     preset = document(capsys, config, "--device", "h100", "--bandwidth", "3000")
     assert preset["setting"]["device"]["bandwidth"] == 3e12
+    assert preset["setting"]["memory"] == 80 * 10**9
 
 
 def test_measured_limits(
@@ -267,6 +268,12 @@ def test_the_text_model_of_a_model_that_also_sees(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gemma3", "text_config": LLAMA}))
     assert "text model alone" in document(capsys, str(path))["model"]["name"]
+
+
+def test_a_head_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    tied = document(capsys, *PLAIN, "--vocab", "101")["parameters"]
+    untied = document(capsys, *PLAIN, "--vocab", "101", "--untied")["parameters"]
+    assert (tied["head"], untied["head"]) == (0, 101 * 1024)
 
 
 def test_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:

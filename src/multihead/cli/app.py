@@ -345,8 +345,11 @@ def cost(
     ] = False,
     vocab: Annotated[
         int | None,
-        typer.Option(min=1, help="Vocabulary, its head tied.", show_default="none, layers alone"),
+        typer.Option(min=1, help="Vocabulary.", show_default="none, layers alone"),
     ] = None,
+    untied: Annotated[
+        bool, typer.Option("--untied", help="The head has a matrix of its own.")
+    ] = False,
     window: Annotated[
         int | None,
         typer.Option(min=1, help="Newest keys that a query sees.", show_default="all"),
@@ -377,7 +380,9 @@ def cost(
 
     run(
         model,
-        PlainSizes(d_model, heads, kv_heads, head_dim, layers, ffn, vocab, window, gated, encoder),
+        PlainSizes(
+            d_model, heads, kv_heads, head_dim, layers, ffn, vocab, window, gated, untied, encoder
+        ),
         Options(
             context=context,
             batch=batch,

@@ -88,13 +88,17 @@ def _setting(model: cost.Model, options: Options) -> cost.Setting:
     if options.context is not None:
         context = parse_count(options.context, "--context")
     dtype = parse_dtype(options.dtype)
+    device = _device(options, dtype)
+    memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
+    if memory is None and device is not None and options.sweep is None:
+        memory = device.memory
     return cost.Setting(
         context=context,
         batch=parse_count(options.batch, "--batch"),
         dtype=dtype,
         cache=parse_cache(options.cache),
-        device=_device(options, dtype),
-        memory=None if options.memory is None else parse_bytes(options.memory, "--memory"),
+        device=device,
+        memory=memory,
     )
 
 

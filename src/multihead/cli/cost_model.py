@@ -25,6 +25,7 @@ class PlainSizes:
     vocab: int | None = None
     window: int | None = None
     gated: bool = False
+    untied: bool = False
     encoder: bool = False
 
     def given(self) -> list[str]:
@@ -72,7 +73,7 @@ def _of_sizes(sizes: PlainSizes, d_model: int, heads: int) -> cost.Model:
         vocab=sizes.vocab or 0,
         causal=not sizes.encoder,
         head=bool(sizes.vocab) and not sizes.encoder,
-        tied=bool(sizes.vocab) and not sizes.encoder,
+        tied=bool(sizes.vocab) and not (sizes.encoder or sizes.untied),
         name="a model of the given sizes",
     )
 

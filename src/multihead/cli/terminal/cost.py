@@ -15,8 +15,8 @@ from multihead.cli.tokens import fit, visible
 from multihead.cost import Remark
 
 UNITS = (
-    "A product is one multiply-add, two operations. KiB, MiB, GiB are 2^10, 2^20, 2^30 bytes "
-    "(GB, 10^9 bytes, is not used here)."
+    "A product is one multiply-add, two operations. KiB, MiB, GiB are 2^10, 2^20, 2^30 bytes; "
+    "the 32 GB that textbooks give one head's scores of 128k tokens in half precision are GiB."
 )
 
 # Part, its name, and which operations it has: several parts have parameters or products alone.
@@ -169,12 +169,14 @@ def _print_parts(console: Console, document: Mapping[str, Any]) -> None:
         paragraph(console, f"A token visits {active:,} of the parameters.")
     dense = document["prefill"]["dense_operations"]
     seen, every = prefill["scores"] + prefill["values"], dense["scores"] + dense["values"]
-    paragraph(
-        console,
-        f"Counted are the pairs that masks show: {short_count(seen)} products of attention; over "
-        f"all pairs, as counters without masks say, {short_count(every)}. "
-        + ("Prefill gives the last token's logits alone." if prefill["head"] else ""),
-    )
+    if seen != every:
+        paragraph(
+            console,
+            f"Counted are the pairs that masks show: {short_count(seen)} products of attention; "
+            f"over all pairs, as counters without masks say, {short_count(every)}.",
+        )
+    if prefill["head"]:
+        paragraph(console, "Prefill gives the logits of the last token alone.")
     training = document["training"]
     if training is not None:
         paragraph(console, _training_words(training["forward"], training["backward"]))
@@ -260,8 +262,12 @@ def _print_times(console: Console, document: Mapping[str, Any]) -> None:
         table.add_column("flop/\nbyte", justify="right", no_wrap=True)
         if device is not None:
             table.add_column("\ntime", justify="right", no_wrap=True)
-    names = [*passes[0][1]["parts"], None]
-    for name in names:
+    used = [
+        name
+        for name in passes[0][1]["parts"]
+        if any(found["parts"][name]["bytes"] for _, found in passes)
+    ]
+    for name in (*used, None):
         cells: list[str] = []
         for _, found in passes:
             part = found if name is None else found["parts"][name]
