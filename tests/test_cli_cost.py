@@ -131,7 +131,7 @@ def test_json_is_one_document_of_exact_numbers(
         found["parameters"]["total"]
         == 2 * 101 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64) + 64
     )
-    assert found["prefill"]["visible_pairs"] == [1024 * 1025 // 2] * 3
+    assert found["prefill"]["visible_pairs"] == [8 * 1024 * 1025 // 2] * 3
     assert found["setting"]["device"] is None
     assert found["decode"]["estimate"]["seconds"] is None
 
@@ -203,7 +203,7 @@ def test_csv_of_a_report_and_of_a_comparison(
     assert f"Table: {path}" in run(capsys, config, "--csv", str(path))
     rows = {row["quantity"]: row["value"] for row in csv.DictReader(path.open())}
     assert int(rows["parameters.total"]) > 0
-    assert int(rows["prefill.visible_pairs.2"]) == 512 * 513 // 2
+    assert int(rows["prefill.visible_pairs.2"]) == 8 * 512 * 513 // 2
     assert rows["memory.fit"] == ""
     run(capsys, config, "--compare", "mha,mqa", "--csv", str(path))
     columns = list(csv.DictReader(path.open()))

@@ -120,6 +120,7 @@ def test_flops_of_visible_pairs(queries, keys, sees, pairs) -> None:  # type: ig
         dtype="float32",
     )
     assert cost.flops == cost.as_dict()["flops"] == 2 * 4 * pairs * (8 + 16)
+    assert cost.backward_flops == 2 * 4 * pairs * (3 * 8 + 2 * 16)
     assert cost.exponentials == 4 * pairs
     assert cost.input_bytes == 4 * (4 * queries * 8 + 2 * keys * (8 + 16))
     assert cost.output_bytes == 4 * 4 * queries * 16

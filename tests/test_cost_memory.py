@@ -63,6 +63,21 @@ def test_caches(kind: str, tokens: int, dtype: torch.dtype) -> None:
     assert cache_bytes(model, tokens, taken=True, **options) == cache.nbytes  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tokens", [3, 13, 200])
+def test_a_rolling_cache_that_keeps_the_first(tokens: int) -> None:
+    cache = filled(mh.WindowKVCache(11, 2), HEADS, tokens, WIDTHS, BATCH, torch.float32)
+    model = one_layer(Attention(22, 4, HEADS, *WIDTHS, window=11, keep_first=2))
+    options = {"batch": BATCH, "dtype": "float32", "kind": "window"}
+    assert cache_bytes(model, tokens, **options) == cache.filled_nbytes  # type: ignore[arg-type]
+    assert cache_bytes(model, tokens, taken=True, **options) == cache.nbytes  # type: ignore[arg-type]
+
+
+def test_heads_with_windows_of_their_own_keep_what_their_kv_head_serves() -> None:
+    attention = Attention(24, 4, 2, 6, 6, head_windows=(3, 5, None, 7))
+    kept = cache_bytes(one_layer(attention), 100, kind="window")
+    assert kept == 5 * (12 * 2 + 4) + 100 * 12 * 2
+
+
 @pytest.mark.parametrize("kind", ["growing", "static", "paged"])
 def test_caches_of_latents(kind: str) -> None:
     entries = {

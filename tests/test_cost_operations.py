@@ -47,31 +47,65 @@ def test_one_head_of_128_over_every_pair(tokens: int, products: int) -> None:
     assert forward(model, Pass(tokens)).scores == 128 * tokens * (tokens + 1) // 2
 
 
-def brute(queries: int, keys: int, causal: bool, window: int | None, ahead: int) -> int:
+def brute(queries: int, keys: int, causal: bool, window: int | None, ahead: int, first: int) -> int:
     def sees(i: int, j: int) -> bool:
         p = keys - queries + i
-        if window is not None and not p - window < j <= p + ahead:
+        if causal and j > p:
             return False
-        return j <= p or not causal
+        return window is None or p - window < j <= p + ahead or j < min(first, p - window + 1)
 
     return sum(sees(i, j) for i in range(queries) for j in range(keys))
 
 
 def test_visible_pairs_equal_a_brute_force_count() -> None:
     draw = random.Random(5)
-    for _ in range(400):
+    for _ in range(600):
         queries, keys = draw.randrange(0, 19), draw.randrange(0, 19)
         causal = draw.random() < 0.5
         window = draw.choice([None, draw.randrange(1, 23)])
         ahead = 0 if causal or window is None else draw.randrange(0, 9)
-        counted = visible_pairs(queries, keys, causal=causal, window=window, window_ahead=ahead)
-        assert counted == brute(queries, keys, causal, window, ahead), (
+        first = draw.choice([0, draw.randrange(0, 23)])
+        counted = visible_pairs(
             queries,
             keys,
-            causal,
-            window,
-            ahead,
+            causal=causal,
+            window=window,
+            window_ahead=ahead,
+            keep_first=first,
         )
+        case = (queries, keys, causal, window, ahead, first)
+        assert counted == brute(*case), case
+
+
+def test_visible_pairs_equal_those_of_the_masks() -> None:
+    mh = pytest.importorskip("multihead")
+    draw = random.Random(7)
+    for _ in range(40):
+        queries = draw.randrange(1, 19)
+        keys = queries + draw.randrange(0, 9)
+        window, first = draw.randrange(1, 12), draw.randrange(0, 5)
+        mask = mh.Window(window - 1, 0, keep_first=first)
+        counted = visible_pairs(queries, keys, window=window, keep_first=first)
+        assert counted == mask.visible_pairs(queries, keys)
+        assert visible_pairs(queries, keys) == mh.Causal().visible_pairs(queries, keys)
+
+
+def test_a_window_for_each_head() -> None:
+    mh = pytest.importorskip("multihead")
+    torch = pytest.importorskip("torch")
+    windows = (3, None, 5, 16)
+    attention = Attention.of(32, 4, 2)
+    attention = replace(attention, head_windows=windows, keep_first=2)
+    counted = forward(one_layer(attention), Pass(16))
+    lefts = torch.tensor([15 if window is None else window - 1 for window in windows])
+    mask = mh.Window(lefts, 0, keep_first=2)
+    assert counted.exponentials == mask.visible_pairs(16, 16)
+    assert counted.scores == counted.values == 8 * counted.exponentials
+    assert attention.kept_windows == (None, 18)
+    with pytest.raises(ArgumentError, match="one a head"):
+        replace(attention, head_windows=(3, 4))
+    with pytest.raises(ArgumentError, match="not both"):
+        replace(attention, window=3)
 
 
 # Case A21: queries, keys, causal, window, pairs seen.

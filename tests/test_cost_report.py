@@ -90,6 +90,15 @@ def test_windows_bound_what_is_read() -> None:
     )
 
 
+def test_what_heads_with_windows_read() -> None:
+    attention = Attention(24, 4, 2, 6, 6, head_windows=(3, 5, None, 7))
+    moved = traffic(model_of(attention, layers=1), Pass(1, past=99), TWO)
+    assert moved.attention == 2 * (4 * 12 + (5 + 100) * 12)
+    with pytest.raises(ArgumentError, match="window too"):
+        what_if(model_of(attention), {"heads": 8})
+    assert what_if(model_of(attention), {"heads": 8, "window": 0}).layers[0].attention.heads == 8
+
+
 def test_latents_are_read_once_for_all_heads() -> None:
     step = traffic(LATENT, Pass(1, past=99), TWO)
     queries = 3 * (19 + 13)

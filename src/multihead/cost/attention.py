@@ -137,6 +137,15 @@ class AttentionCost:
         """Floating-point operations of the two matrix products: two per multiply-add."""
         return 2 * (self.score_products + self.value_products)
 
+    @property
+    def backward_flops(self) -> int:
+        """Those of the backward pass, as fused kernels have it: Q K^T again, and four gradients.
+
+        2.5 times the forward where keys and values are of one width; the gradient of the queries
+        and that of the keys are as wide as keys, that of the weights and of the values as values.
+        """
+        return 2 * (3 * self.score_products + 2 * self.value_products)
+
     def as_dict(self) -> dict[str, int]:
         """All counts under their field names, and `flops`."""
         return {**asdict(self), "flops": self.flops}

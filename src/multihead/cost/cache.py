@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, get_args
 
 from multihead.cost.attention import dtype_bytes
@@ -38,7 +39,8 @@ def cache_bytes(
 
     Args:
         kind: as `LanguageModel.make_caches` names them. "window" keeps the newest tokens of a layer
-            with a window and all of other layers; the others keep every token in every layer.
+            with a window (for each KV head those of the widest window that it serves) and all of
+            other layers; the others keep every token in every layer.
         page_size: tokens of a page, for "paged".
         taken: the memory that the caches take (their `nbytes`) once one prefill of `tokens` has
             filled them, with the room to grow; otherwise what tokens fill (`filled_nbytes`).
@@ -59,18 +61,6 @@ def cache_bytes(
         if layer.cross is not None:
             total += _growing(layer.cross.cached_numbers * size, source, batch, taken)
     return total
-
-
-def token_bytes(attention: AnyAttention, dtype: object = "bfloat16") -> int:
-    """Bytes that one layer keeps of one token, in a cache that does not quantize."""
-    return attention.cached_numbers * dtype_bytes(dtype)
-
-
-def held_tokens(attention: AnyAttention, tokens: int, kind: CacheKind) -> int:
-    """How many of a row's tokens a layer's cache holds."""
-    if kind == "window" and attention.window is not None:
-        return min(tokens, attention.window)
-    return tokens
 
 
 def _layer_bytes(
@@ -94,11 +84,21 @@ def _layer_bytes(
         return batch * (tokens * token + _INT32)
     if kind == "paged":
         return _paged(token, tokens, batch, page_size, taken)
-    if kind == "window" and attention.window is not None:
-        room = attention.window
-        held = room if taken else min(tokens, room)
-        return held * (batch * token + _INT32)
+    if kind == "window" and isinstance(attention, Attention):
+        return _rolling(attention, tokens, batch, size, taken)
     return _growing(token, tokens, batch, taken)
+
+
+def _rolling(attention: Attention, tokens: int, batch: int, size: int, taken: bool) -> int:
+    """One rolling cache for heads of one window, which numbers its tokens; one a window else."""
+    lanes = (attention.head_dim + attention.value_dim) * size
+    total = 0
+    for room, heads in Counter(attention.kept_windows).items():
+        if room is None:
+            total += _growing(heads * lanes, tokens, batch, taken)
+        else:
+            total += (room if taken else min(tokens, room)) * (batch * heads * lanes + _INT32)
+    return total
 
 
 def _int8_token(attention: Attention) -> int:

@@ -9,6 +9,7 @@ path that multiplies first and masks afterwards computes, and what many counters
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
@@ -16,7 +17,7 @@ from typing import Literal
 from multihead.cost.checks import check_choice, check_counts
 from multihead.cost.model import AnyFeedForward, Experts, Layer, Model
 from multihead.cost.pairs import visible_pairs
-from multihead.cost.parts import AnyAttention, Attention, LatentAttention, Projection
+from multihead.cost.parts import AnyAttention, LatentAttention, Projection
 from multihead.errors import ArgumentError
 
 Counting = Literal["visible", "dense"]
@@ -176,35 +177,40 @@ def backward(
 
 
 def layer_pairs(model: Model, layer: Layer, step: Pass, counting: Counting = "visible") -> int:
-    """Pairs of one head of one row in the self-attention of a layer, by its own mask."""
-    if counting == "dense":
-        return step.queries * step.keys
+    """Pairs of all heads of one row in the self-attention of a layer, by its own mask."""
     attention = layer.attention
-    return visible_pairs(
-        step.queries,
-        step.keys,
-        causal=model.causal,
-        window=attention.window,
-        window_ahead=attention.window_ahead,
+    if counting == "dense":
+        return attention.heads * step.queries * step.keys
+    return sum(
+        times
+        * visible_pairs(
+            step.queries,
+            step.keys,
+            causal=model.causal,
+            window=window,
+            window_ahead=attention.window_ahead,
+            keep_first=attention.keep_first,
+        )
+        for window, times in Counter(attention.windows).items()
     )
 
 
 def model_pairs(model: Model, step: Pass, counting: Counting = "visible") -> list[int]:
-    """Pairs of one head of one row in each layer.
+    """Pairs of all heads of one row in each layer.
 
     Raises ArgumentError for a `step.pairs` that lists another number of layers.
     """
     given = step.pairs
     if given is None or counting == "dense":
-        return [layer_pairs(model, layer, step, counting) for layer in model.layers]
-    if isinstance(given, int):
-        return [given] * len(model.layers)
-    if len(given) != len(model.layers):
+        found = {layer: layer_pairs(model, layer, step, counting) for layer in set(model.layers)}
+        return [found[layer] for layer in model.layers]
+    each = (given,) * len(model.layers) if isinstance(given, int) else given
+    if len(each) != len(model.layers):
         raise ArgumentError(
-            f"pairs lists {len(given)} layers, but the model has {len(model.layers)}; give one "
+            f"pairs lists {len(each)} layers, but the model has {len(model.layers)}; give one "
             "number for each, or one for all."
         )
-    return list(given)
+    return [n * layer.attention.heads for n, layer in zip(each, model.layers, strict=True)]
 
 
 def _kinds(model: Model, step: Pass, counting: Counting) -> list[tuple[tuple[Layer, int], int]]:
@@ -226,19 +232,20 @@ def _layer(layer: Layer, pairs: int, step: Pass) -> Operations:
     if layer.cross is not None:
         source = step.source_tokens
         new = 0 if step.past else step.batch * source
-        counted += _attention(layer.cross, step.queries * source, step, new=new)
+        pairs = layer.cross.heads * step.queries * source
+        counted += _attention(layer.cross, pairs, step, new=new)
     return counted + _feed_forward(layer.feed_forward, step.tokens)
 
 
 def _attention(attention: AnyAttention, pairs: int, step: Pass, *, new: int) -> Operations:
-    """One attention, where `new` tokens' keys and values are made."""
+    """One attention that sees `pairs`, where `new` tokens' keys and values are made."""
     if isinstance(attention, LatentAttention):
         return _latent(attention, pairs, step)
     products = {"q": 0, "k": 0, "v": 0, "o": 0}
     for projection in attention.projections:
         tokens = new if projection.reads == "keys" else step.tokens
         products[projection.part] += tokens * projection.weights
-    seen = step.batch * attention.heads * pairs
+    seen = step.batch * pairs
     return Operations(
         **products,
         scores=seen * attention.score_lanes,
@@ -256,7 +263,7 @@ def _latent(attention: LatentAttention, pairs: int, step: Pass) -> Operations:
         # Of every key, also of those that the cache holds as latents.
         products["kv"] += step.batch * step.past * attention.up_projection.weights
     score_lanes, value_lanes = attention.lanes(form)
-    seen = step.batch * attention.heads * pairs
+    seen = step.batch * pairs
     return Operations(
         **products,
         scores=seen * score_lanes,
@@ -266,8 +273,8 @@ def _latent(attention: LatentAttention, pairs: int, step: Pass) -> Operations:
 
 
 def _exponentials(attention: AnyAttention, pairs: int, step: Pass) -> int:
-    sinks = step.queries if isinstance(attention, Attention) and attention.sinks else 0
-    return step.batch * attention.heads * (pairs + sinks)
+    sinks = attention.heads * step.queries if attention.sinks else 0
+    return step.batch * (pairs + sinks)
 
 
 def _feed_forward(described: AnyFeedForward, tokens: int) -> Operations:

@@ -13,6 +13,7 @@ def visible_pairs(
     causal: bool = True,
     window: int | None = None,
     window_ahead: int = 0,
+    keep_first: int = 0,
 ) -> int:
     """Pairs of a query and a key that it sees, for one head of one row.
 
@@ -24,11 +25,14 @@ def visible_pairs(
         causal: no query sees a later key.
         window: how many of the newest keys a query sees, its own included; None is all.
         window_ahead: with a window, how many later keys it sees; only without `causal`.
+        keep_first: with a window, how many of the first keys every query sees that is not before
+            them.
 
     Raises:
         ArgumentError: a negative count, a window below 1, or keys ahead in a causal layer.
     """
     check_counts(queries=queries, keys=keys, window_ahead=window_ahead)
+    check_counts(keep_first=keep_first)
     if window is not None:
         check_sizes(window=window)
     if causal and window_ahead:
@@ -41,8 +45,11 @@ def visible_pairs(
         until = _clamped_sum(first + 1 + window_ahead, queries, keys)
     else:
         until = queries * keys
-    before = 0 if window is None else _clamped_sum(first - window + 1, queries, keys)
-    return until - before
+    if window is None:
+        return until
+    before = first - window + 1
+    kept = _clamped_sum(before, queries, min(keep_first, keys))
+    return until - _clamped_sum(before, queries, keys) + kept
 
 
 def _clamped_sum(first: int, count: int, top: int) -> int:

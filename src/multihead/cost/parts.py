@@ -73,6 +73,8 @@ class Attention:
         sinks: a trained logit for each head.
         window: how many of the newest keys a query sees, its own included; None is all.
         window_ahead: how many keys after its own a query with a window sees; for encoders.
+        keep_first: how many of the first keys a query with a window sees beside it.
+        head_windows: a window for each query head, None for all keys; in place of `window`.
         bias_table: parameters of a table of score biases (T5), 0 for none.
         rotary_dim: lanes of each query and key that are rotated, 0 for none; it changes what is
             kept for the backward pass and nothing else.
@@ -95,6 +97,8 @@ class Attention:
     sinks: bool = False
     window: int | None = None
     window_ahead: int = 0
+    keep_first: int = 0
+    head_windows: tuple[int | None, ...] | None = None
     bias_table: int = 0
     rotary_dim: int = 0
 
@@ -105,7 +109,10 @@ class Attention:
         check_counts(window_ahead=self.window_ahead, rotary_dim=self.rotary_dim)
         if self.context_dim is not None:
             check_sizes(context_dim=self.context_dim)
+        check_counts(keep_first=self.keep_first)
         _check_window(self.window)
+        if self.head_windows is not None:
+            self._check_head_windows(self.head_windows)
         if self.heads % self.kv_heads:
             raise ArgumentError(
                 f"heads is {self.heads} and kv_heads is {self.kv_heads}: each KV head serves a "
@@ -152,6 +159,31 @@ class Attention:
             window=window,
             rotary_dim=head_dim if rotary else 0,
         )
+
+    def _check_head_windows(self, windows: tuple[int | None, ...]) -> None:
+        for window in windows:
+            _check_window(window)
+        if self.window is not None:
+            raise ArgumentError("give either window, for all heads, or head_windows; not both.")
+        if len(windows) != self.heads:
+            raise ArgumentError(
+                f"head_windows must be one a head, {self.heads} in all; got {len(windows)}."
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each query head."""
+        return (self.window,) * self.heads if self.head_windows is None else self.head_windows
+
+    @property
+    def kept_windows(self) -> tuple[int | None, ...]:
+        """For each KV head the widest window of the heads that it serves, `keep_first` included."""
+        group = self.heads // self.kv_heads
+        kept: list[int | None] = []
+        for first in range(0, self.heads, group):
+            shared = [w for w in self.windows[first : first + group] if w is not None]
+            kept.append(max(shared) + self.keep_first if len(shared) == group else None)
+        return tuple(kept)
 
     @property
     def kind(self) -> str:
@@ -260,6 +292,16 @@ class LatentAttention:
     def window_ahead(self) -> int:
         """Latent attention looks back alone."""
         return 0
+
+    @property
+    def keep_first(self) -> int:
+        """Latent attention keeps no first keys."""
+        return 0
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each query head."""
+        return (self.window,) * self.heads
 
     @property
     def context_dim(self) -> None:

@@ -16,7 +16,7 @@ from multihead.cost.memory import score_tables, weight_bytes
 from multihead.cost.model import Experts, Layer, Model
 from multihead.cost.operations import Pass, backward, forward, model_pairs
 from multihead.cost.parameters import counted_layers, parameters_of
-from multihead.cost.parts import LatentAttention
+from multihead.cost.parts import Attention, LatentAttention
 from multihead.cost.training import training_memory
 from multihead.errors import ArgumentError
 
@@ -76,6 +76,8 @@ class Setting:
 
 def report(model: Model, setting: Setting) -> dict[str, Any]:
     """All counts by part. Bytes, operations and tokens are integers, times are in seconds.
+
+    `visible_pairs` are those of all heads of one row, layer by layer.
 
     Decoding and the caches are None for an encoder, training for an encoder-decoder.
     """
@@ -157,6 +159,7 @@ def _kind(layer: Layer, count: int) -> dict[str, Any]:
         "head_dim": attention.head_dim,
         "value_dim": attention.value_dim,
         "window": attention.window,
+        "head_windows": attention.head_windows if isinstance(attention, Attention) else None,
         "latent_dim": latent and latent.latent_dim,
         "rope_dim": latent and latent.rope_dim,
         "cross_attention": layer.cross is not None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import mul
-
 from multihead.cost.cache import cache_bytes
 from multihead.cost.memory import score_tables
 from multihead.cost.model import Model
@@ -29,7 +27,7 @@ def summary(
 
     Returns:
         `parameters_*` and `products_*` (multiply-adds) by part, the exponentials, the pairs of one
-        head (the mean over layers, rounded down), the cache of a decoder, 0 for an encoder, and
+        head (their mean, rounded down), the cache of a decoder, 0 for an encoder, and
         `score_table_bytes_*`: the tables that are never built, of one head, of a layer and of the
         whole model.
 
@@ -38,12 +36,12 @@ def summary(
     """
     step = Pass(context, pairs=visible_pairs, logit_rows=logit_rows)
     counted, parameters = forward(model, step), parameters_of(model)
-    heads = [layer.attention.heads for layer in model.layers]
-    seen = sum(map(mul, heads, model_pairs(model, step)))
+    heads = sum(layer.attention.heads for layer in model.layers)
+    seen = sum(model_pairs(model, step))
     tables = score_tables(model, step, dtype)
     return {
         "context": context,
-        "visible_pairs": seen // sum(heads),
+        "visible_pairs": seen // heads,
         "dtype": str(dtype).removeprefix("torch."),
         "parameters_embeddings": parameters.embeddings + parameters.positions,
         "parameters_attention": parameters.attention + parameters.other,

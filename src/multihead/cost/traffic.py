@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from multihead.cost.attention import dtype_bytes
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
 from multihead.cost.operations import Pass
-from multihead.cost.parts import AnyAttention, LatentAttention, Projection
+from multihead.cost.parts import Attention, LatentAttention, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,36 +87,37 @@ def traffic(model: Model, step: Pass, widths: Widths) -> Traffic:
 
 
 def _layer(layer: Layer, causal: bool, step: Pass, widths: Widths) -> Traffic:
-    seen = keys_in_reach(layer.attention, causal, step)
-    moved = _attention(layer.attention, step, seen, step.tokens, widths)
+    attention = layer.attention
+    if isinstance(attention, LatentAttention):
+        moved = _latent(attention, step, _reached(attention.window, 0, step), widths)
+    else:
+        ahead = 0 if causal else attention.window_ahead
+        keys = sum(_reached(window, ahead, step) for window in attention.kept_windows)
+        moved = _attention(attention, step, keys, step.tokens, widths)
     if layer.cross is not None:
         source = step.source_tokens
         new = 0 if step.past else step.batch * source
-        moved += _attention(layer.cross, step, source, new, widths)
+        moved += _attention(layer.cross, step, layer.cross.kv_heads * source, new, widths)
     return moved + Traffic(feed_forward=_feed_forward(layer.feed_forward, step.tokens, widths))
 
 
-def keys_in_reach(attention: AnyAttention, causal: bool, step: Pass) -> int:
+def _reached(window: int | None, ahead: int, step: Pass) -> int:
     """Keys of a row that some query of the pass can see."""
-    if not step.queries:
-        return 0
-    if attention.window is None:
-        return step.keys
-    reach = attention.window - 1 + step.queries + (0 if causal else attention.window_ahead)
-    return min(step.keys, reach)
+    if not step.queries or window is None:
+        return step.keys if step.queries else 0
+    return min(step.keys, window - 1 + step.queries + ahead)
 
 
-def _attention(attention: AnyAttention, step: Pass, keys: int, new: int, widths: Widths) -> Traffic:
-    if isinstance(attention, LatentAttention):
-        return _latent(attention, step, keys, widths)
+def _attention(attention: Attention, step: Pass, keys: int, new: int, widths: Widths) -> Traffic:
+    """One attention, whose KV heads read `keys` keys and values of a row together."""
     read_by_queries = [p for p in attention.projections if p.reads == "queries"]
     read_by_keys = [p for p in attention.projections if p.reads == "keys"] if new else []
     projections = _multiplied(read_by_queries, step.tokens, widths)
     projections += _multiplied(read_by_keys, new, widths)
-    heads = step.tokens * attention.heads * (attention.head_dim + attention.value_dim)
-    cached = step.batch * keys * attention.cached_numbers
+    lanes = attention.head_dim + attention.value_dim
+    heads = step.tokens * attention.heads * lanes * widths.activations
     return Traffic(
-        projections=projections, attention=heads * widths.activations + cached * widths.cache
+        projections=projections, attention=heads + step.batch * keys * lanes * widths.cache
     )
 
 

@@ -181,6 +181,7 @@ def _resized(attention: Attention, changes: Mapping[str, int]) -> Attention:
         bias_table=attention.bias_table // attention.heads * heads,
         rotary_dim=head_dim if attention.rotary_dim else 0,
         window=_window(attention, changes),
+        head_windows=_head_windows(attention, heads, changes),
     )
 
 
@@ -201,6 +202,19 @@ def _resized_latent(attention: LatentAttention, changes: Mapping[str, int]) -> L
 
 def _window(attention: AnyAttention, changes: Mapping[str, int]) -> int | None:
     return (changes["window"] or None) if "window" in changes else attention.window
+
+
+def _head_windows(
+    attention: Attention, heads: int, changes: Mapping[str, int]
+) -> tuple[int | None, ...] | None:
+    if attention.head_windows is None or "window" in changes:
+        return None
+    if heads != attention.heads:
+        raise ArgumentError(
+            f"each of the {attention.heads} heads has a window of its own, so {heads} heads have "
+            "none; give window too, 0 for no windows."
+        )
+    return attention.head_windows
 
 
 def _kept_groups(attention: Attention, heads: int) -> int:

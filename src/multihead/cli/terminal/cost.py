@@ -122,6 +122,8 @@ def _kind_words(kind: Mapping[str, Any]) -> list[str]:
     words = [f"{layers}: {heads} ({_KINDS[kind['attention']]})"]
     if kind["window"]:
         words.append(f"window {kind['window']:,}")
+    if kind["head_windows"]:
+        words.append("a window for each head")
     if kind["cross_attention"]:
         words.append("cross-attention")
     ffn = f"{'gated ' if kind['gated'] else ''}feed-forward {kind['ffn_dim']:,}"
