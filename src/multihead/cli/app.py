@@ -261,7 +261,7 @@ def cost(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL_OR_CONFIG]",
+            metavar="MODEL_OR_CONFIG",
             help="'smollm2', a config.json of transformers or a folder with one, or a .gguf file; "
             "weights are not read. Without it, give sizes.",
             show_default=False,
@@ -370,6 +370,8 @@ def cost(
     json: Json = False,
 ) -> None:
     """Count what a model costs, before anything is built: exact integers, and times at limits.
+
+    Sizes alone mean a model with RMSNorm and rotary positions, without biases.
 
     multihead cost smollm2 --context 128k --batch 8
 
