@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -177,6 +178,17 @@ def test_descriptions_that_cannot_be_are_refused() -> None:
         Model(())
     with pytest.raises(ArgumentError, match="source"):
         Model((layer,), 5, source=Model((layer,), 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_what_a_saved_config_leaves_out_is_known(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type)
+    saved = json.loads(config.to_json_string(use_diff=True))
+    if model_type == "deepseek_v2":  # how many experts a token visits has no default
+        config.num_experts_per_tok = saved["num_experts_per_tok"] = 2
+    assert from_transformers(saved) == from_transformers(config)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

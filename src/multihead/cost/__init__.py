@@ -24,12 +24,13 @@ from multihead.cost.fit import (
     largest_training_batch,
     serving_bytes,
 )
+from multihead.cost.latent import AnyAttention, LatentAttention
 from multihead.cost.memory import ScoreTables, score_tables, weight_bytes
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
 from multihead.cost.operations import Operations, Pass, backward, forward
 from multihead.cost.pairs import visible_pairs
 from multihead.cost.parameters import Parameters, parameters_of
-from multihead.cost.parts import AnyAttention, Attention, LatentAttention, Projection
+from multihead.cost.parts import Attention, Projection
 from multihead.cost.report import Setting, measures, outline, report, setting_document
 from multihead.cost.summary import summary
 from multihead.cost.traffic import Traffic, Widths, traffic

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 
 from multihead.cost.attention import dtype_bytes
 from multihead.cost.checks import check_choice, check_counts, check_sizes
+from multihead.cost.latent import AnyAttention, LatentAttention
 from multihead.cost.model import Model
-from multihead.cost.parts import AnyAttention, Attention, LatentAttention
+from multihead.cost.parts import Attention
 from multihead.errors import ArgumentError
 
 CacheKind = Literal["growing", "static", "window", "paged", "int8"]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from multihead.cost.checks import check_choice, check_counts, check_sizes
-from multihead.cost.parts import AnyAttention, Attention, Norm, Projection
+from multihead.cost.latent import AnyAttention
+from multihead.cost.parts import Attention, Norm, Projection
 from multihead.errors import ArgumentError
 
 

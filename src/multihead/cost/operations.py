@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 from multihead.cost.checks import check_choice, check_counts
+from multihead.cost.latent import AnyAttention, LatentAttention
 from multihead.cost.model import AnyFeedForward, Experts, Layer, Model
 from multihead.cost.pairs import visible_pairs
-from multihead.cost.parts import AnyAttention, LatentAttention, Projection
+from multihead.cost.parts import Projection
 from multihead.errors import ArgumentError
 
 Counting = Literal["visible", "dense"]

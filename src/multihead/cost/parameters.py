@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from multihead.cost.latent import AnyAttention
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
-from multihead.cost.parts import AnyAttention, Projection, norm_parameters
+from multihead.cost.parts import Projection, norm_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ from multihead.cost.crossover import crossover
 from multihead.cost.device import Device
 from multihead.cost.estimate import Estimate, estimate
 from multihead.cost.fit import largest_batch, largest_context, largest_training_batch
+from multihead.cost.latent import LatentAttention
 from multihead.cost.memory import score_tables, weight_bytes
 from multihead.cost.model import Experts, Layer, Model
 from multihead.cost.operations import Pass, backward, forward, model_pairs
 from multihead.cost.parameters import counted_layers, parameters_of
-from multihead.cost.parts import Attention, LatentAttention
+from multihead.cost.parts import Attention
 from multihead.cost.training import training_memory
 from multihead.errors import ArgumentError
 

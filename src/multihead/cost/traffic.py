@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from multihead.cost.attention import dtype_bytes
+from multihead.cost.latent import LatentAttention
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
 from multihead.cost.operations import Pass
-from multihead.cost.parts import Attention, LatentAttention, Projection
+from multihead.cost.parts import Attention, Projection
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from multihead.cost.activations import (
 )
 from multihead.cost.attention import dtype_bytes
 from multihead.cost.checks import check_counts
+from multihead.cost.latent import AnyAttention, LatentAttention
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
 from multihead.cost.parameters import parameters_of
-from multihead.cost.parts import AnyAttention, LatentAttention
 from multihead.errors import ArgumentError
 
 _ADAMW_STATES = 2

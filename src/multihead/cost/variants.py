@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from multihead.cost.checks import check_sizes
+from multihead.cost.latent import AnyAttention, LatentAttention
 from multihead.cost.model import AnyFeedForward, Experts, Layer, Model
-from multihead.cost.parts import AnyAttention, Attention, LatentAttention
+from multihead.cost.parts import Attention
 from multihead.errors import ArgumentError
 
 SIZES = ("heads", "kv_heads", "head_dim", "d_model", "ffn", "layers", "vocab", "window")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from multihead.cost.families.fields import Fields
+from multihead.cost.latent import LatentAttention
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
-from multihead.cost.parts import LatentAttention
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 
