@@ -113,8 +113,10 @@ def test_generate_and_inspect_take_the_folder(
     assert None not in entropy[1 - int(layer)]
     assert cli.main(["inspect", str(out), "--prompt", "abcdefabcdef"]) == 0
     page = capsys.readouterr().out
-    assert "= 12 heads on 2 key-value heads a layer, 3 of them pruned" in page
+    assert "= 12 heads on 2 key-value heads a layer, 3 pruned" in page
     assert "Its 9 heads rank" in page
+    ranking = page[page.index("Ranked by") : page.index("Strongest links")]
+    assert not any(f" L{layer}H{head} " in ranking for head in heads)
 
 
 def test_a_layer_without_heads_is_inspected(folder: Path, tmp_path: Path, capsys: Any) -> None:

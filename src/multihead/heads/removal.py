@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -33,7 +35,8 @@ Report = Callable[[str, float], None]
 
 CONTROL_SEEDS = (1, 2, 3)
 
-_PREFILLS, _DECODES, _NEW_TOKENS = 5, 3, 16
+ROUNDS = 3
+_NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Size:
         attention_parameters: those of the layers of attention.
         bytes: of all parameters.
         cache_bytes_per_token: keys and values of all layers, in the model's dtype.
-        prefill_tokens_per_s: of one row, the median.
-        decode_tokens_per_s: of one row, one token after another, the median.
+        prefill_tokens_per_s: of one row, the median of `ROUNDS` rounds.
+        decode_tokens_per_s: of one row, one token after another, the same.
     """
 
     parameters: int
@@ -142,15 +145,15 @@ def remove(
         control = random_importance(model, control_seed, kind="kv_group")
         controls += removal_curve(model, tested.split(1), control, [count])
         steps.done("test")
-    steps.tell("timing the whole model")
-    size_before = measure(model, tested[0])
-    steps.done("speed")
     heads = sum(len(layer.heads) for layer in layers)
     gone = importance.least(count)
+    # Pruning replaces parameters, so a copy that shares all of them stays whole and costs nothing.
+    tensors = (*model.parameters(), *model.buffers())
+    whole = copy.deepcopy(model, {id(it): it for it in tensors})
     prune(model, gone)
-    steps.tell("timing the pruned model")
-    size_after = measure(model, tested[0])
-    steps.done("speed")
+    steps.tell("timing the whole model and the pruned one in turns")
+    size_before, size_after = measure((whole, model), tested[0], lambda: steps.done("speed"))
+    del whole
     steps.tell("reading the held-out text again")
     after = mean_loss(model, tested.split(1))
     left = attention_layers(model)
@@ -174,11 +177,36 @@ def remove(
     )
 
 
-def measure(model: Any, row: Tensor) -> Size:
-    """A model's size, and its speed on one row of tokens [L]."""
+def measure(
+    models: Sequence[Any], row: Tensor, progress: Callable[[], None] | None = None
+) -> list[Size]:
+    """The size of each model, and its speed on one row of tokens [L]; timed in turns.
+
+    `progress` is called after each of `ROUNDS` rounds.
+    """
+    prefills: list[list[float]] = [[] for _ in models]
+    decodes: list[list[float]] = [[] for _ in models]
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for model in models:
+            stack.enter_context(evaluating(model))
+            model(input_ids=row[None])  # the first call of each takes longer
+        for _ in range(ROUNDS):
+            for place, model in enumerate(models):
+                prefill, decode = _times(model, row[None])
+                prefills[place].append(prefill)
+                decodes[place].append(decode)
+            if progress is not None:
+                progress()
+    return [
+        _size(model, len(row) / statistics.median(prefill), 1 / statistics.median(decode))
+        for model, prefill, decode in zip(models, prefills, decodes, strict=True)
+    ]
+
+
+def _size(model: Any, prefill: float, decode: float) -> Size:
     layers = attention_layers(model)
     parameters = {id(it): it for it in model.parameters()}.values()
-    prefill, decode = _speeds(model, row[None])
     return Size(
         parameters=sum(it.numel() for it in parameters),
         attention_parameters=sum(map(_attention_parameters, layers)),
@@ -195,10 +223,10 @@ class _Steps:
     def __init__(self, report: Report | None, by: By, units: int, scored: int, tested: int) -> None:
         self.units = units
         self._report = report
-        self._costs = {"test": tested, "gradient": 3, "unit": scored, "speed": 15}
+        self._costs = {"test": tested, "gradient": 3, "unit": scored, "speed": 10}
         scoring = {"random": 0, "gate-gradient": 3 * scored, "leave-one-out": units * scored}[by]
         tests = (2 + len(CONTROL_SEEDS)) * tested
-        self._all = scoring + tests + 2 * self._costs["speed"]
+        self._all = scoring + tests + ROUNDS * self._costs["speed"]
         self._done = 0
         self._what = ""
 
@@ -255,25 +283,17 @@ def _cache_numbers(layer: AttentionLayer) -> int:
     return 2 * (len(layer.pruned.kept_kv) * layer.value_dim or 1)
 
 
-@torch.no_grad()
-def _speeds(model: Any, ids: Tensor) -> tuple[float, float]:
-    """Tokens a second of a prefill, and of decoding behind it."""
-    with evaluating(model):
-        prefills = [_seconds(lambda: model(input_ids=ids)) for _ in range(_PREFILLS + 1)][1:]
-        decodes = [_decode_seconds(model, ids) for _ in range(_DECODES)]
-    return ids.numel() / statistics.median(prefills), 1 / statistics.median(decodes)
-
-
-def _decode_seconds(model: Any, ids: Tensor) -> float:
-    """Of one token behind the row, the prefill taken off."""
+def _times(model: Any, ids: Tensor) -> tuple[float, float]:
+    """Seconds of reading a row, and of one token behind it."""
 
     def generate(count: int) -> object:
         return model.generate(
             ids, min_new_tokens=count, max_new_tokens=count, do_sample=False, pad_token_id=0
         )
 
+    prefill = _seconds(lambda: model(input_ids=ids))
     short, long = (_seconds(partial(generate, count)) for count in (1, 1 + _NEW_TOKENS))
-    return max(long - short, 1e-9) / _NEW_TOKENS
+    return prefill, max(long - short, 1e-9) / _NEW_TOKENS
 
 
 def _seconds(work: Callable[[], object]) -> float:

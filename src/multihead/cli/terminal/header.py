@@ -52,7 +52,7 @@ def print_header(console: Console, inspection: Inspection) -> None:
         shape += f" on {inspection.kv_heads} key-value heads a layer"
     pruned = int(np.isnan(inspection.statistics["entropy"]).sum())
     if pruned:
-        shape += f", {pruned} of them pruned"
+        shape += f", {pruned} pruned"
     show(console, shape)
     text = visible(str(facts.get("text", "text")), spaces=False)
     show(console, f"read {len(inspection.tokens):,} tokens of {text}")

@@ -27,7 +27,9 @@ def ranked(inspection: Inspection, name: StatisticName) -> list[tuple[int, int]]
 
 def print_ranking(console: Console, inspection: Inspection, sort: StatisticName) -> None:
     """Print the first and last heads by `sort`; all of them where they are few."""
-    order = ranked(inspection, sort)
+    values = inspection.statistics[sort]
+    places = ranked(inspection, sort)
+    order = [place for place in places if not np.isnan(values[place])] or places
     columns = [sort, *(name for name in RANKED if name != sort)]
     table = plain_table()
     table.add_column("rank", justify="right", no_wrap=True)
