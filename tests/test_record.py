@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.heads import STATISTICS, HeadRecord
-from multihead.heads.histogram import BINS, BINS_OF
+from multihead.heads.histogram import BINS, BINS_OF, places, quantile
 
 SIZES = dict(width=12, heads=3)
 
@@ -74,22 +74,21 @@ def test_quantiles_lie_within_their_bins(name: str, share: float) -> None:
 
 
 def test_values_beyond_the_outermost_edges_are_bounded_by_the_extremes() -> None:
-    from multihead.heads.histogram import quantile
-
     bins = BINS_OF["max_logit"]
-    values = torch.tensor([-1e6, 3.0, 1e6, torch.inf, -torch.inf])
-    assert bins.place(values).tolist()[::2] == [0, BINS - 1, 0]
-    counts = np.bincount(bins.place(values[:3]), minlength=BINS)
+    values = torch.tensor([[-1e6, 3.0, 1e6, torch.inf, -torch.inf]]).double()
+    place = places(["max_logit"], values)[0]
+    assert place.tolist()[::2] == [0, BINS - 1, 0]
+    counts = np.bincount(place[:3], minlength=BINS)
     top = quantile(bins, counts, np.float64(-1e6), np.float64(1e6), 1.0)
     assert top.high == 1e6
     assert top.low == bins.edges[-2]
 
 
 def test_edges_invert_the_scale() -> None:
-    for name, bins in BINS_OF.items():
-        assert len(bins.edges) == BINS + 1, name
-        middles = torch.from_numpy((bins.edges[1:] + bins.edges[:-1]) / 2)
-        assert bins.place(middles).tolist() == list(range(BINS)), name
+    edges = np.stack([bins.edges for bins in BINS_OF.values()])
+    assert edges.shape == (len(BINS_OF), BINS + 1)
+    middles = torch.from_numpy((edges[:, 1:] + edges[:, :-1]) / 2)
+    assert (places(list(BINS_OF), middles) == torch.arange(BINS)).all()
     assert set(BINS_OF) == set(STATISTICS)
 
 

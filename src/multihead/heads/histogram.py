@@ -6,7 +6,7 @@ to the width of the bin that holds it; beyond the outermost edges, up to the ext
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -53,11 +53,6 @@ class Bins:
         """The bins' edges in the statistic's unit: float64 [BINS + 1]."""
         return self.scale.inverse(np.linspace(self.low, self.high, BINS + 1))
 
-    def place(self, values: Tensor) -> Tensor:
-        """The bin of each value: int64; NaN has none, but gets one here."""
-        steps = (self.scale.forward(values.double()) - self.low) / self.width
-        return steps.nan_to_num().clamp(0, BINS - 1).long()
-
 
 _SHARE = Bins(LINEAR, 0.0, 1.0)
 _LOGIT = Bins(SINH, -10.0, 10.0)  # of +-11,013
@@ -76,6 +71,23 @@ BINS_OF = {
     "max_qk": _LOGIT,
 }
 """The bins of each statistic."""
+
+
+def places(names: Sequence[str], values: Tensor) -> Tensor:
+    """The bin of each of the values [statistics, ...]: int64; NaN has none, but gets one here."""
+    places = torch.empty_like(values)
+    for scale in (LINEAR, SINH, LOG):
+        rows = [row for row, name in enumerate(names) if BINS_OF[name].scale is scale]
+        if rows:
+            bins = [BINS_OF[names[row]] for row in rows]
+            low, width = (
+                torch.tensor(numbers, dtype=values.dtype, device=values.device)
+                for numbers in ([it.low for it in bins], [it.width for it in bins])
+            )
+            column = (len(rows), *(1,) * (values.ndim - 1))
+            scaled = scale.forward(values[rows])
+            places[rows] = (scaled - low.view(column)) / width.view(column)
+    return places.nan_to_num_().clamp_(0, BINS - 1).long()
 
 
 @dataclass(frozen=True, eq=False)

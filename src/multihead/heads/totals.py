@@ -6,14 +6,15 @@ nor on the mode (inference, autograd) in which they came.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .histogram import BINS, BINS_OF, Counts, Table
+from .histogram import BINS, Counts, Table, places
 from .statistics import MAXIMA, RowStatistics
 
 
@@ -69,7 +70,8 @@ class HeadTotals:
     tokens: int = 0
     texts: int = 0
     rows: int = 0
-    _totals: dict[str, StatisticTotals] = field(default_factory=dict)
+    _names: tuple[str, ...] = ()
+    _all: StatisticTotals | None = None
     _queries: Any = 0
 
     def add(self, rows: RowStatistics, heads: tuple[int, ...] | None = None) -> None:
@@ -78,13 +80,14 @@ class HeadTotals:
         self.tokens += int(real_bhq.any(1).sum()) * rows.alike
         self.texts += int(rows.queries.starts.sum()) * rows.alike
         self.rows = max(self.rows, int(real_bhq.any(-1).any(-1).sum()) * rows.alike)
-        counted_bhq = real_bhq.expand(rows.shape)
-        self._queries = self._queries + _chosen(counted_bhq, heads).sum((0, 2)).cpu().numpy()
-        for name, value_bhq in rows.values.items():
-            counted_bhq = rows.counted[name].expand(rows.shape)
-            new = _totals(name, _chosen(value_bhq, heads), _chosen(counted_bhq, heads))
-            known = self._totals.get(name)
-            self._totals[name] = new if known is None else known.plus(new)
+        counted_bhq = _chosen(real_bhq.expand(rows.shape), heads)
+        self._queries = self._queries + counted_bhq.sum((0, 2)).cpu().numpy()
+        self._names = tuple(rows.values)
+        if self._names:
+            values = [_chosen(it, heads).double() for it in rows.values.values()]
+            counted = [_chosen(rows.counted[it].expand(rows.shape), heads) for it in self._names]
+            new = _totals(self._names, torch.stack(values), torch.stack(counted))
+            self._all = new if self._all is None else self._all.plus(new)
 
     @property
     def queries(self) -> Counts:
@@ -100,41 +103,46 @@ class HeadTotals:
     @property
     def totals(self) -> dict[str, StatisticTotals]:
         """The totals of each statistic, arrays [H]."""
-        return dict(self._totals)
+        return {name: self._of(place) for place, name in enumerate(self._names)}
 
     def result(self) -> dict[str, Tensor]:
         """Each statistic as float64 [H]: the mean, or for MAXIMA the largest; NaN for none."""
-        return {name: torch.from_numpy(total.result(name)) for name, total in self._totals.items()}
+        return {name: torch.from_numpy(it.result(name)) for name, it in self.totals.items()}
+
+    def _of(self, place: int) -> StatisticTotals:
+        return StatisticTotals(
+            *(getattr(self._all, array)[place] for array in StatisticTotals.arrays())
+        )
 
 
 def _chosen(values_bhq: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     return values_bhq if heads is None else values_bhq[:, list(heads)]
 
 
-def _totals(name: str, value_bhq: Tensor, counted_bhq: Tensor) -> StatisticTotals:
-    heads = value_bhq.shape[1]
-    left_out_bhq = ~counted_bhq
-    value_bhq = value_bhq.double()
-    if not value_bhq.numel():
-        return _nothing(heads)
-    bin_bhq = BINS_OF[name].place(value_bhq)
-    cell_bhq = bin_bhq + BINS * torch.arange(heads, device=bin_bhq.device)[:, None]
-    cell_bhq = cell_bhq.masked_fill(left_out_bhq | value_bhq.isnan(), BINS * heads)
-    histogram = torch.bincount(cell_bhq.flatten(), minlength=BINS * heads + 1)[:-1]
+def _totals(names: Sequence[str], value_sbhq: Tensor, counted_sbhq: Tensor) -> StatisticTotals:
+    """The totals of statistics s, arrays [s, H]: all at once, since a decoding step has few rows
+    and pays for each operation.
+    """
+    statistics, batch, heads, length = value_sbhq.shape
+    shape = (statistics, heads)
+    if batch == 0 or length == 0:
+        return StatisticTotals(
+            count=np.zeros(shape, np.int64),
+            sum=np.zeros(shape),
+            lowest=np.full(shape, np.inf),
+            highest=np.full(shape, -np.inf),
+            histogram=np.zeros((*shape, BINS), np.int64),
+        )
+    left_out_sbhq = ~counted_sbhq
+    cells = statistics * heads * BINS
+    offset_sh = BINS * torch.arange(statistics * heads, device=value_sbhq.device).view(shape)
+    cell_sbhq = places(names, value_sbhq) + offset_sh[:, None, :, None]
+    cell_sbhq.masked_fill_(left_out_sbhq | value_sbhq.isnan(), cells)
+    histogram = torch.bincount(cell_sbhq.flatten(), minlength=cells + 1)[:-1]
     return StatisticTotals(
-        count=counted_bhq.sum((0, 2)).cpu().numpy(),
-        sum=value_bhq.masked_fill(left_out_bhq, 0.0).sum((0, 2)).cpu().numpy(),
-        lowest=value_bhq.masked_fill(left_out_bhq, torch.inf).amin((0, 2)).cpu().numpy(),
-        highest=value_bhq.masked_fill(left_out_bhq, -torch.inf).amax((0, 2)).cpu().numpy(),
-        histogram=histogram.view(heads, BINS).cpu().numpy(),
-    )
-
-
-def _nothing(heads: int) -> StatisticTotals:
-    return StatisticTotals(
-        count=np.zeros(heads, np.int64),
-        sum=np.zeros(heads),
-        lowest=np.full(heads, np.inf),
-        highest=np.full(heads, -np.inf),
-        histogram=np.zeros((heads, BINS), np.int64),
+        count=counted_sbhq.sum((1, 3)).cpu().numpy(),
+        sum=value_sbhq.masked_fill(left_out_sbhq, 0.0).sum((1, 3)).cpu().numpy(),
+        lowest=value_sbhq.masked_fill(left_out_sbhq, torch.inf).amin((1, 3)).cpu().numpy(),
+        highest=value_sbhq.masked_fill(left_out_sbhq, -torch.inf).amax((1, 3)).cpu().numpy(),
+        histogram=histogram.view(*shape, BINS).cpu().numpy(),
     )
