@@ -60,7 +60,8 @@ def measure(quick: bool) -> Verdict:
     dense, ours = peaks.values()
     at = max(dense)
     tables = dense[at] / cost.score_table_bytes(at, at, "float32", HEADS)
-    linear = max(ours[n] / _tensor_bytes(n) for n in lengths)
+    first, last = lengths[0], lengths[-1]
+    linear = (ours[last] - ours[first]) / _tensor_bytes(last - first)
     time_ratio = _last_ratio(times["multihead"])
     quadratic = quick or 3 < time_ratio < 5  # a quick run's times are too short to judge by
     as_said = quadratic and 1.5 < tables < 3.5 and linear < 2
@@ -68,8 +69,8 @@ def measure(quick: bool) -> Verdict:
         f"Twice the context is 4 times the products exactly, and {time_ratio:.1f} times the time "
         f"at {max(times['multihead'])} tokens. O(N^2) memory is the dense path's alone: at {at} "
         f"tokens it grew by {dense[at] / MIB:,.0f} MiB ({tables:.1f} score tables), "
-        f"multihead.attention by {ours[at] / MIB:,.0f} MiB, and at most {linear:.1f} times the "
-        f"bytes of query, key, value and output up to {lengths[-1]} tokens. The tabulated "
+        f"multihead.attention by {ours[at] / MIB:,.0f} MiB, and by {linear:.1f} times the bytes of "
+        f"query, key, value and output for each token from {first:,} to {last:,}. The tabulated "
         f"sizes are MiB and GiB: {paper[0][1]:,} bytes at 1K (2 MiB, "
         f"{paper[0][1] / 1e6:.2f} MB) and {paper[-1][1]:,} at 128K (32 GiB, "
         f"{paper[-1][1] / 1e9:.2f} GB)."
