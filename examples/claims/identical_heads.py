@@ -23,7 +23,7 @@ CLAIM = Claim(
     "random teacher, with W_O random, zero, or made of identical blocks. Write the concatenation "
     "as a sum over W_O's blocks; fit the best single block to the plain sum of the heads; switch "
     "off one head and count the output coordinates that change. All in float64.",
-    seconds=80,
+    seconds=60,
     quick_seconds=10,
 )
 
@@ -38,7 +38,7 @@ STARTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def measure(quick: bool) -> Verdict:
     """Train from identical heads; then take concatenation and W_O apart."""
-    seeds, steps = (2, 30) if quick else (5, 400)
+    seeds, steps = (2, 30) if quick else (5, 200)
     apart = {
         name: [_distances(start, seed, steps) for seed in range(seeds)]
         for name, start in STARTS.items()
