@@ -102,8 +102,8 @@ def error(job: tuple[int, int, int, int]) -> float:
 
     def loss(batch: int = BATCH) -> Tensor:
         points = torch.randn(batch, POINTS, DIM)
-        wrong: Tensor = model(points) - _standard((points @ directions).amax(1))
-        return wrong.square().mean()
+        error: Tensor = (model(points) - _standard((points @ directions).amax(1))).square().mean()
+        return error
 
     train(model.parameters(), loss, steps, rate=2e-2 if steps < 500 else 1e-2)
     with torch.no_grad():
