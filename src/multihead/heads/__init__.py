@@ -24,6 +24,8 @@ from .pruning import load_pruned, prune
 from .qk_clip import Clipped, qk_clip
 from .record import HeadRecord
 from .role_thresholds import RoleThresholds, calibrate_roles
+from .repeated_token import RepeatedToken, probe_repeated_token
+from .role_thresholds import Thresholds, calibrate_roles
 from .roles import Role, Roles, find_roles
 from .stability import StabilityMonitor, stability
 from .statistics import MAXIMA, MEANS, STATISTICS
@@ -51,6 +53,7 @@ __all__ = [
     "LazyWeights",
     "Probes",
     "Quantile",
+    "RepeatedToken",
     "Role",
     "RoleThresholds",
     "Roles",
@@ -83,6 +86,7 @@ __all__ = [
     "streaming",
     "token_rows",
     "trainer_callback",
+    "probe_repeated_token",
     "watch",
     "writing",
 ]

@@ -134,11 +134,11 @@ def draw(model: nn.Module, probes: Probes, seeds: Sequence[int], frame: Frame) -
     around = len(frame.front) + len(frame.back)
     longest = max(probes.length, 2 * max(probes.periods) + around)
     check_positions(model, longest, "Give shorter ones: probes=Probes(length=..., periods=...).")
-    words = _words(model, frame)
-    if len(words) < max(probes.periods):
+    known = words(model, frame)
+    if len(known) < max(probes.periods):
         raise ArgumentError(
             f"A period of {max(probes.periods)} needs as many different tokens, but the model has "
-            f"{len(words)}. Give shorter ones: probes=Probes(periods=...)."
+            f"{len(known)}. Give shorter ones: probes=Probes(periods=...)."
         )
     device = next(model.parameters()).device
     plain: list[Tensor] = []
@@ -146,9 +146,9 @@ def draw(model: nn.Module, probes: Probes, seeds: Sequence[int], frame: Frame) -
     shuffled: dict[int, list[Tensor]] = {period: [] for period in probes.periods}
     for seed in seeds:
         generator = torch.Generator().manual_seed(int(seed))
-        plain.append(_random(words, probes.length, generator))
+        plain.append(random_tokens(known, probes.length, generator))
         for period in probes.periods:
-            once = _random(words, period, generator)
+            once = random_tokens(known, period, generator)
             repeated[period].append(_framed(torch.cat([once, once]), frame))
             other = once[_cycle(period, generator)]
             shuffled[period].append(_framed(torch.cat([once, other]), frame))
@@ -163,13 +163,14 @@ def draw(model: nn.Module, probes: Probes, seeds: Sequence[int], frame: Frame) -
     )
 
 
-def _words(model: nn.Module, frame: Frame) -> Tensor:
+def words(model: nn.Module, frame: Frame) -> Tensor:
     """The ids of ordinary tokens."""
     ids = torch.arange(vocabulary_size(model))
     return ids[~torch.isin(ids, torch.tensor(frame.special, dtype=torch.long))]
 
 
-def _random(words: Tensor, length: int, generator: torch.Generator) -> Tensor:
+def random_tokens(words: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """Random tokens of `words`, all different where there are enough."""
     if len(words) >= length:
         return words[torch.randperm(len(words), generator=generator)[:length]]
     return words[torch.randint(len(words), (length,), generator=generator)]
