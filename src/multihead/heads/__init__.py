@@ -25,7 +25,7 @@ from .qk_clip import Clipped, qk_clip
 from .record import HeadRecord
 from .role_thresholds import RoleThresholds, calibrate_roles
 from .repeated_token import RepeatedToken, probe_repeated_token
-from .role_thresholds import Thresholds, calibrate_roles
+from .role_thresholds import RoleThresholds, calibrate_roles
 from .roles import Role, Roles, find_roles
 from .stability import StabilityMonitor, stability
 from .statistics import MAXIMA, MEANS, STATISTICS
