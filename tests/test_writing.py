@@ -212,6 +212,15 @@ def test_strongest_tokens_are_those_of_the_mean_row() -> None:
     assert int(one.tokens) == int(found.vocabulary(0, 2, -1).argmax())
 
 
+def test_strongest_heads_are_those_of_the_attribution() -> None:
+    found = heads.writing(ours("learned", torch.float64), tiny.tokens(LENGTH))
+    added = found.attribution(5, -1, against=11)[..., 0, 0]
+    strongest = found.strongest(5, -1, against=11, k=3)
+    assert [value for _, _, value in strongest] == added.flatten().topk(3).values.tolist()
+    assert all(value == added[layer, head] for layer, head, value in strongest)
+    assert len(found.strongest(5, -1, k=99)) == 12
+
+
 def test_a_copying_head_writes_the_token_that_it_reads() -> None:
     torch.manual_seed(0)
     block = mh.BlockConfig(31, 1, 8, head_dim=31, norm="rms", gated=False)
@@ -243,7 +252,7 @@ def test_post_norm_models_have_contributions_and_no_attributions() -> None:
     total = found.outputs(1, slice(None)).sum(0) + found.bias(1, slice(None))
     torch.testing.assert_close(total, wrote, rtol=1e-4, atol=1e-4)
     assert found.contributions(0, -1).shape == (3, 1, LENGTH)
-    with pytest.raises(mh.ModelError, match=r"not the sum of what its heads write.*hold all the"):
+    with pytest.raises(mh.ModelError, match=r"not the sum of what its heads write: .*post-norm"):
         found.attribution(5, -1)
 
 
@@ -296,6 +305,7 @@ def test_layers_may_have_different_numbers_of_heads() -> None:
     )
     assert found.heads == (4, 3)
     added = found.attribution(TOKENS, ROWS)
+    assert (1, 3) not in {(layer, head) for layer, head, _ in found.strongest(5, 0, k=99)}
     assert added.shape == (2, 4, 3, 3)
     assert added[1, 3].isnan().all()
     assert added[:, :3].isfinite().all()

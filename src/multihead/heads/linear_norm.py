@@ -73,7 +73,7 @@ def linear_norm(norm: nn.Module, x_rc: Tensor, normed_rc: Tensor, dtype: torch.d
     centers = bool((of_ones_c - bias_c).abs().max() <= 1e-3 * (of_signs_c - bias_c).abs().max())
     seen_c = sign_c.to(dtype) - (sign_c.to(dtype).mean() if centers else 0.0)
     gain_c = (of_signs_c - bias_c) / seen_c
-    whole = LinearNorm(gain_c, bias_c, torch.ones(len(x_rc), dtype=dtype), centers)
+    whole = LinearNorm(gain_c, bias_c, torch.ones_like(gain_c[:1]), centers)
     unscaled_rc = whole.unscaled(x_rc.to(dtype))
     wanted_rc = normed_rc.to(dtype) - bias_c
     size_r = unscaled_rc.square().sum(-1)

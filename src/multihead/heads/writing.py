@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, ModelError
 from ..ops.weights import weights_at
 from .forward import check_positions, run, vocabulary_size
+from .places import Rows, Tokens, integers
 from .writing_record import (
     Unembedding,
     WritingLayer,
@@ -31,9 +32,6 @@ from .writing_record import (
     last_norm,
     unembedding,
 )
-
-Rows = int | slice | Sequence[int] | Tensor
-Tokens = int | Sequence[int] | Tensor
 
 # Numbers formed at a time where W_O v of every key is: 4M float32 are 16 MiB.
 _BLOCK_ELEMENTS = 1 << 22
@@ -78,7 +76,7 @@ class Writing:
     def weights(self, layer: int, rows: Rows) -> Tensor:
         """The attention weights of these queries: [H, rows, Lk]."""
         kept = self._layer(layer)
-        index = _index(rows, kept.problem.query_length)
+        index = kept.places(rows)
         keys = torch.arange(kept.problem.key_length, device=index.device)
         with torch.no_grad():
             return weights_at(kept.problem, kept.lse[None], index, keys)[0]
@@ -106,7 +104,7 @@ class Writing:
         shares_hqk = self.weights(layer, rows) * self.value_norms(layer)[:, None]
         if kept.norm is None:
             return shares_hqk
-        index = _index(rows, kept.problem.query_length)
+        index = kept.places(rows)
         return shares_hqk * kept.norm.scale[index, None].abs()
 
     def outputs(self, layer: int, rows: Rows) -> Tensor:
@@ -115,13 +113,13 @@ class Writing:
         Over heads, and with `bias`, they sum to what the layer's attention writes.
         """
         kept = self._layer(layer)
-        index = _index(rows, kept.problem.query_length)
+        index = kept.places(rows)
         return kept.heads[:, index] @ _weight(kept) * _scale(kept, index)
 
     def bias(self, layer: int, rows: Rows) -> Tensor:
         """What the layer's attention writes beside its heads: [rows, C]."""
         kept = self._layer(layer)
-        index = _index(rows, kept.problem.query_length)
+        index = kept.places(rows)
         assert kept.weight is not None
         bias_qc = kept.heads.new_zeros(len(index), kept.weight.shape[-1])
         if kept.bias is not None:
@@ -140,7 +138,7 @@ class Writing:
         """
         direction_tc = self._direction(tokens, against)
         final = self._final()
-        index = _index(rows, len(final.hidden))
+        index = final.places(rows)
         shape = (len(self._kept), max(self.heads), len(index), len(direction_tc))
         found_lhqt = direction_tc.new_full(shape, torch.nan)
         scale_q1 = final.norm.scale[index, None]
@@ -156,7 +154,7 @@ class Writing:
         """As `attribution`, what `bias` of each layer adds to the logits: [L, rows, T]."""
         direction_tc = self._direction(tokens, against)
         final = self._final()
-        index = _index(rows, len(final.hidden))
+        index = final.places(rows)
         parts = [self.bias(layer, index) @ direction_tc.mT for layer in range(len(self._kept))]
         return torch.stack(parts) * final.norm.scale[index, None]
 
@@ -167,7 +165,7 @@ class Writing:
         kept = self._layer(layer)
         direction_c = self._direction(token, against)[0]
         final = self._final()
-        index = _index(rows, len(final.hidden))
+        index = final.places(rows)
         read_hv = _weight(kept) @ direction_c
         value_gkv = kept.problem.value[0].to(kept.heads.dtype)
         value_hkv = value_gkv.repeat_interleave(kept.problem.group, 0)
@@ -175,11 +173,23 @@ class Writing:
         scale_q1 = final.norm.scale[index, None] * _scale(kept, index)
         return self.weights(layer, index) * number_hk[:, None] * scale_q1
 
+    def strongest(
+        self, token: int, row: int, *, against: int | None = None, k: int = 10
+    ) -> list[tuple[int, int, float]]:
+        """Layer, head and attribution of the `k` heads that add most to one token's logit."""
+        added_lh = self.attribution(token, row, against=against)[..., 0, 0].nan_to_num(-torch.inf)
+        values, places = added_lh.flatten().topk(min(k, sum(self.heads)))
+        widest = added_lh.shape[1]
+        return [
+            (place // widest, place % widest, value)
+            for place, value in zip(places.tolist(), values.tolist(), strict=True)
+        ]
+
     def vocabulary(self, layer: int, head: int, rows: Rows) -> Tensor:
         """What one head adds to the logits of every token: [rows, V]."""
         final = self._final()
         written_qc = self.outputs(layer, rows)[self._head(layer, head)]
-        index = _index(rows, len(final.hidden))
+        index = final.places(rows)
         return final.norm.linear(written_qc, index) @ final.weight.to(written_qc.dtype).mT
 
     def top_tokens(
@@ -190,7 +200,7 @@ class Writing:
         size = len(final.weight)
         if not 1 <= k <= size:
             raise ArgumentError(f"k must be from 1 to {size}, the size of the vocabulary; got {k}.")
-        index = _index(rows, len(final.hidden))
+        index = final.places(rows)
         if not len(index):
             raise ArgumentError("rows must hold at least one query, to take the mean over.")
         written_qc = self.outputs(layer, index)[self._head(layer, head)]
@@ -206,7 +216,7 @@ class Writing:
         and the biases of the last norm and the head.
         """
         final = self._final()
-        hidden_qc = final.hidden[_index(rows, len(final.hidden))].to(final.norm.scale.dtype)
+        hidden_qc = final.hidden[final.places(rows)].to(final.norm.scale.dtype)
         logits_qt = hidden_qc @ final.weight.to(hidden_qc.dtype).mT
         return logits_qt if final.bias is None else logits_qt + final.bias
 
@@ -226,7 +236,7 @@ class Writing:
 
     def _unembedded(self, tokens: Tokens, name: str) -> Tensor:
         final = self._final()
-        index, size = _integers(tokens), len(final.weight)
+        index, size = integers(tokens), len(final.weight)
         if index is None or not len(index) or int(index.min()) < 0 or int(index.max()) >= size:
             raise ArgumentError(
                 f"{name} must be tokens from 0 to {size - 1}; got {tokens!r}. A tokenizer turns a "
@@ -305,35 +315,6 @@ def _checked_ids(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Tensor:
         raise ArgumentError(f"input_ids must be integers from 0 to {size - 1}.")
     check_positions(model, token_ids.shape[1], "Give a shorter text.")
     return token_ids.long()
-
-
-def _index(rows: Rows, length: int) -> Tensor:
-    """Queries as int64 indices in [0, length); raises ArgumentError for others."""
-    if isinstance(rows, slice):
-        return torch.arange(*rows.indices(length))
-    index = _integers(rows)
-    if index is None:
-        raise ArgumentError(f"rows must be integers or a slice; got {rows!r}.")
-    if not len(index):
-        return index
-    if int(index.min()) < -length or int(index.max()) >= length:
-        raise ArgumentError(
-            f"rows must lie between {-length} and {length - 1}, since the text has {length} "
-            f"tokens; got {rows!r}."
-        )
-    return index % length
-
-
-def _integers(given: Any) -> Tensor | None:
-    """An int, integers or an integer tensor as int64 [n]; None for anything else."""
-    try:
-        index = torch.as_tensor(given).reshape(-1)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    if not index.numel():
-        return index.long()
-    whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
-    return index.long() if whole else None
 
 
 def _weight(kept: WritingLayer) -> Tensor:

@@ -23,13 +23,15 @@ from ..models import LanguageModel
 from ..ops.problem import Problem
 from .forward import LayerObserver
 from .linear_norm import TOLERANCES, LinearNorm, linear_norm, relative_error
+from .places import Rows, row_index
 
-_OUT_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "dense", "wo")
+_OUT_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "dense", "wo", "Wo")
 _FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 _NORMS_BEHIND = (  # of attention, of the feed-forward
     ("attention_out_norm", "feed_forward_out_norm"),
     ("post_attention_layernorm", "post_feedforward_layernorm"),
 )
+_UNKNOWN = "the parts of its layers are not known (BERT and its like norm the sum, post-norm)"
 _LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 
 
@@ -50,8 +52,12 @@ class WritingLayer:
     weight: Tensor | None = None
     bias: Tensor | None = None
     norm: LinearNorm | None = None
-    adds: str | None = "its layers are none that are known"
+    adds: str | None = _UNKNOWN
     error: float = 0.0
+
+    def places(self, rows: Rows) -> Tensor:
+        """Queries as int64 indices."""
+        return row_index(rows, self.problem.query_length, self.heads.device)
 
 
 class WritingRecorder(LayerObserver):
@@ -176,6 +182,10 @@ class Unembedding:
     weight: Tensor
     bias: Tensor | None
     hidden: Tensor
+
+    def places(self, rows: Rows) -> Tensor:
+        """Queries as int64 indices."""
+        return row_index(rows, len(self.hidden), self.hidden.device)
 
 
 def layer_output(layer: WritingLayer) -> Tensor:
