@@ -23,7 +23,6 @@ from .probes import Probes
 from .pruning import load_pruned, prune
 from .qk_clip import Clipped, qk_clip
 from .record import HeadRecord
-from .role_thresholds import RoleThresholds, calibrate_roles
 from .repeated_token import RepeatedToken, probe_repeated_token
 from .role_thresholds import RoleThresholds, calibrate_roles
 from .roles import Role, Roles, find_roles
@@ -75,6 +74,7 @@ __all__ = [
     "load_pruned",
     "mean_loss",
     "next_token_loss",
+    "probe_repeated_token",
     "prune",
     "qk_clip",
     "random_importance",
@@ -86,7 +86,6 @@ __all__ = [
     "streaming",
     "token_rows",
     "trainer_callback",
-    "probe_repeated_token",
     "watch",
     "writing",
 ]
