@@ -21,8 +21,10 @@ from multihead.cost import (
     score_tables,
     training_memory,
     weight_bytes,
+    with_head_windows,
 )
 from multihead.errors import ArgumentError
+from multihead.nn.cache.split import SplitKVCache
 from multihead.nn.latent_cache import LatentKVCache
 
 
@@ -72,10 +74,24 @@ def test_a_rolling_cache_that_keeps_the_first(tokens: int) -> None:
     assert cache_bytes(model, tokens, taken=True, **options) == cache.nbytes  # type: ignore[arg-type]
 
 
-def test_heads_with_windows_of_their_own_keep_what_their_kv_head_serves() -> None:
-    attention = Attention(24, 4, 2, 6, 6, head_windows=(3, 5, None, 7))
-    kept = cache_bytes(one_layer(attention), 100, kind="window")
-    assert kept == 5 * (12 * 2 + 4) + 100 * 12 * 2
+@pytest.mark.parametrize("tokens", [3, 9, 100])
+def test_heads_with_windows_of_their_own_keep_what_their_kv_head_serves(tokens: int) -> None:
+    plain = one_layer(Attention(24, 6, 3, *WIDTHS))
+    model = with_head_windows(plain, [(3, 5, None, 7, 5, 2)], keep_first=2)
+    cache = filled(SplitKVCache((5, None, 5), 2), 3, tokens, WIDTHS, BATCH, torch.float32)
+    options = {"batch": BATCH, "dtype": "float32", "kind": "window"}
+    assert cache_bytes(model, tokens, **options) == cache.filled_nbytes  # type: ignore[arg-type]
+    assert cache_bytes(model, tokens, taken=True, **options) == cache.nbytes  # type: ignore[arg-type]
+    assert with_head_windows(plain, [None]) == plain
+
+
+def test_windows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="1 in all"):
+        with_head_windows(one_layer(Attention.of(24, 4)), [])
+    with pytest.raises(ArgumentError, match="one a head"):
+        with_head_windows(one_layer(Attention.of(24, 4)), [(3, 4)])
+    with pytest.raises(ArgumentError, match="share one latent"):
+        with_head_windows(one_layer(LatentAttention(42, 3, 13, 7, 6, 5)), [(3, 4, 5)])
 
 
 @pytest.mark.parametrize("kind", ["growing", "static", "paged"])

@@ -41,6 +41,7 @@ from multihead.cost.variants import (
     sweep_head_dims,
     sweep_heads,
     what_if,
+    with_head_windows,
     with_kind,
 )
 
@@ -105,5 +106,6 @@ __all__ = [
     "visible_pairs",
     "weight_bytes",
     "what_if",
+    "with_head_windows",
     "with_kind",
 ]

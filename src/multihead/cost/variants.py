@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from multihead.cost.checks import check_sizes
@@ -72,6 +72,42 @@ def what_if(model: Model, changes: Mapping[str, int]) -> Model:
     return (
         changed if model.source is None else replace(changed, source=what_if(model.source, changes))
     )
+
+
+def with_head_windows(
+    model: Model, windows: Sequence[Sequence[int | None] | None], keep_first: int = 0
+) -> Model:
+    """The model with a window for each head of each layer's self-attention.
+
+    Args:
+        windows: for each layer one window a query head, None for a head that sees all keys; None
+            for a layer that stays as it is.
+        keep_first: how many of the first keys the heads with windows see beside them.
+
+    Raises:
+        ArgumentError: another number of layers or heads, a window below 1, or latent attention,
+            whose heads share what they would drop.
+    """
+    if len(windows) != len(model.layers):
+        raise ArgumentError(
+            f"windows must be one sequence, or None, for each layer, {len(model.layers)} in all; "
+            f"got {len(windows)}."
+        )
+    layers = []
+    for layer, given in zip(model.layers, windows, strict=True):
+        if given is None:
+            layers.append(layer)
+            continue
+        if isinstance(layer.attention, LatentAttention):
+            raise ArgumentError(
+                "heads of latent attention share one latent a token, so windows of single heads "
+                "drop nothing; give all of them one: what_if(model, {'window': 256})."
+            )
+        attention = replace(
+            layer.attention, window=None, head_windows=tuple(given), keep_first=keep_first
+        )
+        layers.append(replace(layer, attention=attention))
+    return replace(model, layers=tuple(layers))
 
 
 def sweep_heads(model: Model) -> list[tuple[int, Model]]:
