@@ -166,9 +166,13 @@ def _removal(document: Document) -> str:
     head = ("removed", *(f"{100 * count / units:.0f} %" for count in counts))
     correlations = "; ".join(_correlations(row) for row in rows if "rank_correlations" in row)
     picture = f"![{removal_plot.CAPTION}](images/{removal_plot.file_name(document)})"
-    scored = ", ".join(f"{row['scored_tokens']:,}" for row in rows if row["scored_tokens"])
+    scored = ", ".join(
+        f"{row['name'].replace('-', ' ')} over {row['scored_tokens']:,} tokens"
+        for row in rows
+        if row["scored_tokens"]
+    )
     return (
-        f"{where(document)} Scores over {scored} tokens, losses over {rows[0]['tested_tokens']:,} "
+        f"{where(document)} Scored by {scored}; losses over {rows[0]['tested_tokens']:,} "
         f"others.\n\n{picture}\n\n{table(head, lines)}\n"
         f"Rank correlation with the gate gradients: {correlations}.\n{not_measurable(document)}"
     )

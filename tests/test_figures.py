@@ -355,7 +355,7 @@ def test_a_removal_has_a_picture_and_the_range_of_draws(tmp_path: Path) -> None:
     assert "| by gradients | 3.00 | 3.12 | 5.00 |" in block
     assert "| at random | 3.00 | 5.00 (4.00-6.00) | 8.00 (7.00-9.00) |" in block
     assert "Rank correlation with the gate gradients: random 0.12, -0.50, 0.00." in block
-    assert "Scores over 1,024 tokens, losses over 2,048 others." in block
+    assert "Scored by gate gradient over 1,024 tokens; losses over 2,048 others." in block
     assert f"(images/{removal_plot.file_name(removals())})" in block
     pytest.importorskip("matplotlib")
     for _ in range(2):

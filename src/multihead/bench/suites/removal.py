@@ -53,7 +53,7 @@ def _measure(order: str, quick: bool, setting: Setting) -> Entry:
     _, tested = _text(quick)
     scores = _scores(order, quick)
     units = len(scores[0].units)
-    counts = [0, *(round(share * units) for share in SHARES)]
+    counts = sorted({0, *(round(share * units) for share in SHARES)})
     curves = [removal_curve(model, tested.split(1), each, counts) for each in scores]
     if order != "gate-gradient":
         (gradient,) = _scores("gate-gradient", quick)
