@@ -61,6 +61,7 @@ def test_the_commands_are_those_that_exist(capsys: pytest.CaptureFixture[str]) -
     assert [line.split()[0] for line in listed if line.strip()] == [
         "inspect",
         "generate",
+        "prune",
         "doctor",
         "cost",
         "bench",

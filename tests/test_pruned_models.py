@@ -309,3 +309,20 @@ def test_watching_a_model_of_unequal_layers():
     with mh.watch(model) as heads:
         outputs(model, IDS)
     assert heads.queries.tolist() == [[14] * 4 + [0] * 2, [14] * 6]
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_packed_layers_are_packed_anew():
+    from multihead.nn.packed_linear import Rows, packed_class
+
+    for family, heads in (("gpt2", THREE[2]), ("llama", GROUP)):
+        whole = families.build(family)
+        packed = copy.deepcopy(whole)
+        for layer in attention_layers(packed):
+            for part in layer.module.children():
+                kind = packed_class(type(part))
+                if kind is not None:
+                    part.__class__ = kind  # as prepack does where it measures a gain
+                    part.pack(Rows(1))
+        prune(packed, heads)
+        torch.testing.assert_close(outputs(packed, IDS), outputs(zeroed(whole, heads), IDS))

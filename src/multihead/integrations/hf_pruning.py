@@ -44,9 +44,8 @@ def check_prunable(layer: AttentionLayer) -> None:
             f"heads of {layer.name}, a cross-attention, cannot be pruned, only ablated."
         )
     for projection in _projections(layer):
-        if type(projection).__name__ == "Conv1D" and type(projection.weight) is nn.Parameter:
-            continue
-        check_plain(projection)
+        if not _is_conv(projection):
+            check_plain(projection)
     _check_parts(layer)
 
 
@@ -210,6 +209,12 @@ def _projections(layer: AttentionLayer) -> list[Any]:
         return [module.c_attn, layer.out_proj]
     names = ("query", "key", "value") if layer.family == "bert" else ("q_proj", "k_proj", "v_proj")
     return [*(getattr(module, name) for name in names), layer.out_proj]
+
+
+def _is_conv(projection: Any) -> bool:
+    """Whether it is GPT-2's Conv1D, packed or not, with a weight of its own."""
+    named = any(base.__name__ == "Conv1D" for base in type(projection).__mro__)
+    return named and type(projection.weight) is nn.Parameter
 
 
 def _check_parts(layer: AttentionLayer) -> None:

@@ -144,7 +144,7 @@ class Packed(nn.Module):
         if self.transposed:
             outputs, width = width, outputs
         return (
-            input.shape[-1] == width
+            input.shape[-1] == width > 0  # a layer may have lost all its heads
             and input.numel() // width in self._rows
             and input.dtype is weight.dtype
             and input.is_cpu
