@@ -15,8 +15,9 @@ import families
 from ablated import outputs, zeroed
 from multihead import cli
 from multihead.cli.prune import RECORD, parse_share, split_rows, write
-from multihead.errors import InputError
+from multihead.errors import InputError, ModelError
 from multihead.heads import load_pruned, mean_loss
+from multihead.heads.removal import remove
 from multihead.heads.text import Tokens
 from multihead.integrations import load, load_language_model
 from requires import require
@@ -227,6 +228,13 @@ def test_nothing_is_left_where_writing_fails(folder: Path, tmp_path: Path) -> No
     write(loaded, tmp_path / "out", {"a": 1})
     assert (tmp_path / "out" / RECORD).exists()
     assert (tmp_path / "out").stat().st_mode & 0o500 == 0o500
+
+
+def test_a_model_that_cannot_be_pruned_is_refused_before_any_work(tmp_path: Path) -> None:
+    require("models")
+    model, ids = families.build("deepseek_v3"), torch.arange(40).view(2, 20)
+    with pytest.raises(ModelError, match="DeepseekV3Attention, cannot be pruned, only ablated"):
+        remove(model, ids, ids, keep=0.5, report=lambda *_: pytest.fail("work was done"))
 
 
 def test_shares() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..integrations.attention_layers import AttentionLayer, attention_layers
+from ..integrations.hf_pruning import check_prunable
 from .importance import (
     Importance,
     gate_gradient,
@@ -127,6 +128,8 @@ def remove(
         ModelError: a model that cannot be pruned, or that does not predict the next token.
     """
     layers = attention_layers(model)
+    for layer in layers:
+        check_prunable(layer)
     units = sum(len(layer.pruned.kept_kv) for layer in layers)
     count = units - round(keep * units)
     if not 0 < count < units:
