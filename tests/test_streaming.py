@@ -303,6 +303,9 @@ def test_mistakes_are_named() -> None:
         restrict(model, HeadWindows(4, 0, {"x": 2}, {"x": (1,)}))
     with pytest.raises(mh.ModelError, match="has 6 heads, but the windows are of 4"):
         restrict(model, HeadWindows(4, 0, {"blocks.0.attention": 4}, {}))
+    latent = mh.LatentAttention(12, 2, latent_dim=4, nope_dim=4, rope_dim=2, value_dim=4)
+    with pytest.raises(mh.ModelError, match="0 is a LatentAttention, which reads no windows"):
+        restrict(nn.Sequential(latent), HeadWindows(4, 0, {"0": 2}, {"0": (1,)}))
     with pytest.raises(mh.ArgumentError, match=r"has heads 0 to 1; got \[2\]"):
         HeadWindows(4, 0, {"x": 2}, {"x": (2,)})
 
@@ -334,3 +337,34 @@ def test_what_decoding_saves_is_measured() -> None:
         decoding_cost(model, WINDOWS, text[:16])
     with pytest.raises(mh.ArgumentError, match="steps must be"):
         decoding_cost(model, WINDOWS, text, steps=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ours", "transformers"])
+def test_compiled_models_follow_their_windows(kind: str) -> None:
+    torch._dynamo.reset()
+    if kind == "ours":
+        model, windows = model_of(), WINDOWS
+    else:
+        require("models")
+        from multihead.integrations.transformers import use
+
+        model = families.build("llama")
+        use(model)
+        names = ("model.layers.0.self_attn", "model.layers.1.self_attn")
+        windows = HeadWindows(4, 2, dict.fromkeys(names, 6), {names[0]: (1, 2)})
+    ids = tokens(2, 23)
+
+    def logits(run: nn.Module) -> torch.Tensor:
+        found = run(ids)
+        return found if kind == "ours" else found.logits
+
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        free = logits(model)
+        assert torch.equal(logits(compiled), free)
+        with restricted(model, windows):
+            near = logits(model)
+            assert torch.equal(logits(compiled), near)
+        assert not torch.equal(near, free)
+        assert torch.equal(logits(compiled), free)

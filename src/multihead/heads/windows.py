@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -115,8 +116,8 @@ def restrict(model: nn.Module, windows: HeadWindows) -> None:
     caches go on holding all tokens of all heads.
 
     Raises:
-        ModelError: a layer that the model does not have or that has other heads, or a window of
-            its own; a model that is not on multihead's attention and cannot be set to it.
+        ModelError: a layer that the model does not have or that has other heads, a window of its
+            own, or no windows of single heads (`LatentAttention`); a model that is not on multihead's attention and cannot be set to it.
     """
     layers = _layers(model, windows)
     set_to_multihead(model, ExitStack())  # stays so: the stack is never closed
@@ -142,6 +143,8 @@ def restricted(model: nn.Module, windows: HeadWindows) -> Iterator[None]:
 
 def _layers(model: nn.Module, windows: HeadWindows) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    theirs = {it for part in model.modules() if isinstance(part, kind) for it in part.modules()}
     found: dict[str, nn.Module] = {}
     for name, heads in windows.heads.items():
         layer = modules.get(name)
@@ -150,7 +153,12 @@ def _layers(model: nn.Module, windows: HeadWindows) -> dict[str, nn.Module]:
                 f"{type(model).__name__} has no module {name!r}, which the windows name: they are "
                 "of another model."
             )
-        own = getattr(layer, "num_heads", heads) if isinstance(layer, MultiHeadAttention) else heads
+        if not isinstance(layer, MultiHeadAttention) and layer not in theirs:
+            raise ModelError(
+                f"{name} is a {type(layer).__name__}, which reads no windows of single heads: "
+                "MultiHeadAttention layers and attention modules of transformers models do."
+            )
+        own = layer.num_heads if isinstance(layer, MultiHeadAttention) else heads
         if own != heads:
             raise ModelError(f"{name} has {own} heads, but the windows are of {heads}.")
         window = _window_of(layer)

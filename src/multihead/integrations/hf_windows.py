@@ -11,7 +11,7 @@ _ATTRIBUTE = "multihead_window"
 
 def head_window(module: nn.Module) -> Window | None:
     """The window of the heads of an attention module; None where there is none."""
-    window: Window | None = module.__dict__.get(_ATTRIBUTE)
+    window: Window | None = getattr(module, _ATTRIBUTE, None)
     return window
 
 
