@@ -117,7 +117,8 @@ def restrict(model: nn.Module, windows: HeadWindows) -> None:
 
     Raises:
         ModelError: a layer that the model does not have or that has other heads, a window of its
-            own, or no windows of single heads (`LatentAttention`); a model that is not on multihead's attention and cannot be set to it.
+            own, or no windows of single heads (`LatentAttention`); a model that is not on
+            multihead's attention and cannot be set to it.
     """
     layers = _layers(model, windows)
     set_to_multihead(model, ExitStack())  # stays so: the stack is never closed
