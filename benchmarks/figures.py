@@ -53,12 +53,15 @@ def main() -> int:
     import picture
     import plot
     import removal_plot
+    import restriction_plot
 
     for document in documents:
         if document["suite"] == "prefill":
             print(plot.draw(document, IMAGES))
         elif document["suite"] == "removal":
             print(removal_plot.draw(document, IMAGES))
+        elif document["suite"] == "restriction":
+            print(restriction_plot.draw(document, IMAGES))
     print(picture.take(IMAGES / "heads.png"))
     return 0
 

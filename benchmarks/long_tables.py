@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import removal_plot
+import restriction_plot
 from cells import (
     NOTHING,
     call,
@@ -61,6 +62,12 @@ def removal_block(documents: Sequence[Document]) -> str:
     return "\n".join(map(_removal, found)) if found else NOTHING
 
 
+def restriction_block(documents: Sequence[Document]) -> str:
+    """For each machine the losses by order and share, and their picture."""
+    found = of_suite(documents, "restriction")
+    return "\n".join(map(_restriction, found)) if found else NOTHING
+
+
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     **{
         name: partial(contests_block, name)
@@ -71,6 +78,7 @@ BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     },
     "agreement": agreement_block,
     "removal": removal_block,
+    "restriction": restriction_block,
     "overhead": overhead_block,
     "memory": memory_block,
 }
@@ -176,6 +184,30 @@ def _removal(document: Document) -> str:
         f"others.\n\n{picture}\n\n{table(head, lines)}\n"
         f"Rank correlation with the gate gradients: {correlations}.\n{not_measurable(document)}"
     )
+
+
+def _restriction(document: Document) -> str:
+    rows = measured(document)
+    if not rows:
+        return f"{where(document)}\n\n{not_measurable(document)}"
+    first = rows[0]
+    lines = [(row["what"], *_changes(row)) for row in rows]
+    shares = (f"{100 * count / first['units']:.0f} %" for count in first["restricted"][1:])
+    whole = first["restriction_losses"][0][0]
+    picture = f"![{restriction_plot.CAPTION}](images/{restriction_plot.file_name(document)})"
+    return (
+        f"{where(document)} Far mass over {first['measured_tokens']:,} tokens, losses over "
+        f"{first['tested_tokens']:,} others: {whole:.3f} unrestricted, and what is added to it.\n\n"
+        f"{picture}\n\n{table(('restricted', *shares), lines)}\n{not_measurable(document)}"
+    )
+
+
+def _changes(row: dict[str, Any]) -> Iterator[str]:
+    """What each count adds to the loss; of several draws the median and the range."""
+    for changes in restriction_plot.changes(row)[1:]:
+        low, high = min(changes), max(changes)
+        spread = f" ({low:+.3f} to {high:+.3f})" if len(set(changes)) > 1 else ""
+        yield f"{statistics.median(changes):+.3f}{spread}"
 
 
 def _correlations(row: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from multihead.bench.suites import (
     overhead,
     prefill,
     removal,
+    restriction,
     small,
 )
 from multihead.cli import app
@@ -370,6 +371,22 @@ def test_a_removal_is_set_beside_chance() -> None:
     assert (gradient["scored_tokens"], random["scored_tokens"]) == (64, 0)
     line = next(show.lines(random))
     assert f"of {gradient['units']} KV groups  0: {curve[0]:.2f}, " in line
+
+
+def test_a_restriction_is_set_beside_chance() -> None:
+    entries = {name: first(restriction, name) for name in restriction.ORDERS}
+    mass, random = entries["far-mass"], entries["random"]
+    assert mass["restricted"] == random["restricted"]
+    assert mass["restricted"][0] == 0
+    assert mass["restricted"][-1] == mass["units"]
+    (curve,), draws = mass["restriction_losses"], random["restriction_losses"]
+    assert len(draws) == len(restriction.SEEDS)
+    # Nothing restricted, and everything: the order does not matter.
+    assert all(draw[0] == curve[0] and draw[-1] == curve[-1] for draw in draws)
+    assert curve[-1] != curve[0]
+    assert (mass["measured_tokens"], mass["tested_tokens"]) == (32, 32)
+    line = next(show.lines(random))
+    assert f"of {mass['units']} KV groups  0: {curve[0]:.3f}, " in line
 
 
 def test_every_two_features_meet() -> None:

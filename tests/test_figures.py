@@ -14,6 +14,7 @@ import figures
 import long_tables
 import plot
 import removal_plot
+import restriction_plot
 import short_tables
 from multihead.bench.results import file_name, load_all
 from multihead.bench.suites import SUITES
@@ -72,7 +73,11 @@ def test_the_pictures_exist() -> None:
 
 def test_the_plots_are_those_of_the_results() -> None:
     for document in RESULTS:
-        drawn = {"prefill": plot, "removal": removal_plot}.get(document["suite"])
+        drawn = {
+            "prefill": plot,
+            "removal": removal_plot,
+            "restriction": restriction_plot,
+        }.get(document["suite"])
         if drawn is not None:
             picture = (figures.IMAGES / drawn.file_name(document)).read_text(encoding="utf-8")
             assert drawn.digest(document) in picture, "run `make figures`"
@@ -365,3 +370,32 @@ def test_a_removal_has_a_picture_and_the_range_of_draws(tmp_path: Path) -> None:
     gradient, random = removal_plot.lines(removals())
     assert gradient["shares"] == [0, 10, 50]
     assert (random["losses"], random["low"], random["high"]) == ([3, 5, 8], [3, 4, 7], [3, 6, 9])
+
+
+def restrictions() -> dict[str, Any]:
+    shared = {"units": 20, "restricted": [0, 2, 20], "measured_tokens": 512, "tested_tokens": 1024}
+    return document(
+        "restriction",
+        {"name": "far-mass", "what": "by mass", "restriction_losses": [[3.0, 2.75, 5.0]], **shared},
+        {
+            **{"name": "random", "what": "at random", **shared},
+            "restriction_losses": [[3.0, 3.5, 5.0], [3.0, 4.0, 5.0], [3.0, 3.25, 5.0]],
+        },
+    )
+
+
+def test_a_restriction_has_a_picture_and_what_it_adds(tmp_path: Path) -> None:
+    block = long_tables.BLOCKS["restriction"]([restrictions()])
+    assert "| restricted | 10 % | 100 % |" in block
+    assert "| by mass | -0.250 | +2.000 |" in block
+    assert "| at random | +0.500 (+0.250 to +1.000) | +2.000 |" in block
+    assert "Far mass over 512 tokens, losses over 1,024 others: 3.000 unrestricted" in block
+    assert f"(images/{restriction_plot.file_name(restrictions())})" in block
+    pytest.importorskip("matplotlib")
+    for _ in range(2):
+        restriction_plot.draw(restrictions(), tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert restriction_plot.digest(restrictions()) in path.read_text(encoding="utf-8")
+    mass, random = restriction_plot.lines(restrictions())
+    assert (mass["shares"], mass["changes"]) == ([0, 10, 100], [0, -0.25, 2])
+    assert (random["low"], random["high"]) == ([0, 0.25, 2], [0, 1, 2])

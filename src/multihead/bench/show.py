@@ -50,6 +50,8 @@ def lines(entry: Entry) -> Iterator[str]:
         yield f"{name} {_agreement(entry)}"
     elif "removal_losses" in entry:
         yield f"{name} {_removal(entry)}"
+    elif "restriction_losses" in entry:
+        yield f"{name} {_restriction(entry)}"
     elif "overhead" in entry:
         yield (
             f"{name} {duration(entry['times'][OURS])}, plain {duration(entry['times'][PLAIN])}  "
@@ -134,6 +136,17 @@ def _removal(entry: Entry) -> str:
         spread = f" ({min(losses):.2f}-{max(losses):.2f})" if len(set(losses)) > 1 else ""
         parts.append(f"{removed}: {statistics.median(losses):.2f}{spread}")
     return f"loss without so many of {entry['units']} KV groups  {', '.join(parts)}"
+
+
+def _restriction(entry: Entry) -> str:
+    """The loss behind each number of groups with a window; the median and the range of draws."""
+    parts = []
+    for count, losses in zip(
+        entry["restricted"], zip(*entry["restriction_losses"], strict=True), strict=True
+    ):
+        spread = f" ({min(losses):.3f}-{max(losses):.3f})" if len(set(losses)) > 1 else ""
+        parts.append(f"{count}: {statistics.median(losses):.3f}{spread}")
+    return f"loss with a window for so many of {entry['units']} KV groups  {', '.join(parts)}"
 
 
 def _program(entry: Entry) -> str:

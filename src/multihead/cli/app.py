@@ -36,6 +36,7 @@ SUITES = (
     "generation",
     "agreement",
     "removal",
+    "restriction",
     "overhead",
     "memory",
     "inspect",

@@ -137,7 +137,7 @@ def streaming(
     tell = progress or (lambda line: None)
     tell(f"measuring far mass on {len(measured)} x {length} tokens")
     far = far_mass(model, measured, loss, window=window, keep_first=keep_first)
-    units = _ranked(far, unit)
+    units = ranked_units(far, unit)
     if not units:
         raise ModelError(
             f"{type(model).__name__} has no head to restrict: all its layers have windows already."
@@ -145,13 +145,13 @@ def streaming(
     if count is not None and not 0 <= count <= len(units):
         raise ArgumentError(f"count must lie between 0 and {len(units)}; got {count}.")
 
-    def changed(chosen: Sequence[_Unit], rows: Tensor, plain: float) -> float:
-        windows = _windows(far, chosen, window, keep_first)
+    def changed(chosen: Sequence[HeadUnit], rows: Tensor, plain: float) -> float:
+        windows = windows_of(far, chosen, window, keep_first)
         with restricted(model, windows):
             return mean_loss(model, _batches(rows), loss) - plain
 
     def plainly(rows: Tensor) -> float:
-        with restricted(model, _windows(far, (), window, keep_first)):
+        with restricted(model, windows_of(far, (), window, keep_first)):
             return mean_loss(model, _batches(rows), loss)
 
     tried: list[tuple[int, float]] = []
@@ -175,7 +175,7 @@ def streaming(
         drawn = torch.randperm(len(units), generator=generator)[:count].tolist()
         random_changes.append(changed([units[place] for place in drawn], checked, plain))
     return StreamingHeads(
-        windows=_windows(far, units[:count], window, keep_first),
+        windows=windows_of(far, units[:count], window, keep_first),
         far_mass=dict(far.mass),
         unit=unit,
         units=len(units),
@@ -190,13 +190,13 @@ def streaming(
     )
 
 
-_Unit = tuple[str, tuple[int, ...]]
+HeadUnit = tuple[str, tuple[int, ...]]
 """An attention module by name, and the query heads that are restricted together."""
 
 
-def _ranked(far: FarMass, unit: Unit) -> list[_Unit]:
+def ranked_units(far: FarMass, unit: Unit = "kv") -> list[HeadUnit]:
     """All units, the least far mass first; of several heads the mean."""
-    found: list[tuple[float, _Unit]] = []
+    found: list[tuple[float, HeadUnit]] = []
     for name, mass_h in far.mass.items():
         size = 1 if unit == "head" else len(mass_h) // far.kv_heads[name]
         for begin in range(0, len(mass_h), size):
@@ -205,7 +205,10 @@ def _ranked(far: FarMass, unit: Unit) -> list[_Unit]:
     return [it for _, it in sorted(found, key=lambda pair: pair[0])]
 
 
-def _windows(far: FarMass, units: Sequence[_Unit], window: int, keep_first: int) -> HeadWindows:
+def windows_of(
+    far: FarMass, units: Sequence[HeadUnit], window: int, keep_first: int
+) -> HeadWindows:
+    """The windows that restrict these units of a model that was measured."""
     chosen: dict[str, list[int]] = {}
     for name, heads in units:
         chosen.setdefault(name, []).extend(heads)

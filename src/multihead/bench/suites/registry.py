@@ -19,6 +19,7 @@ from multihead.bench.suites import (
     overhead,
     prefill,
     removal,
+    restriction,
     small,
 )
 from multihead.bench.suites.row import Row
@@ -57,6 +58,7 @@ SUITES: dict[str, Suite] = {
         Suite("generation", "texts that go on: decoding, requests together", generation.rows),
         Suite("agreement", "what a token's logits owe to the batch and to the cut", agreement.rows),
         Suite("removal", "what SmolLM2 loses as its heads are taken away", removal.rows),
+        Suite("restriction", "what it loses as heads see a window alone", restriction.rows),
         Suite("overhead", "what a feature adds to the plain call", overhead.rows),
         Suite("memory", "resident size beyond inputs and outputs, fresh processes", memory.rows),
         Suite("inspect", "the whole inspection, each program in a fresh process", inspection.rows),
