@@ -2,12 +2,14 @@
 
 Sums are in float64 and kept as arrays, so that they neither depend on how queries came in batches
 nor on the mode (inference, autograd) in which they came.
+
+Shape suffixes: s statistic, b batch, h head, q query row, r row of any sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from .histogram import BINS, Counts, Table, places
 from .statistics import MAXIMA, RowStatistics
+
+# Rows whose statistics wait to be added up together.
+_ROWS_TOGETHER = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,8 @@ class HeadTotals:
     _names: tuple[str, ...] = ()
     _all: StatisticTotals | None = None
     _queries: Any = 0
+    _waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _rows_waiting: int = 0
 
     def add(self, rows: RowStatistics, heads: tuple[int, ...] | None = None) -> None:
         """Count the queries of one call; of `heads` alone, if given."""
@@ -83,11 +90,15 @@ class HeadTotals:
         counted_bhq = _chosen(real_bhq.expand(rows.shape), heads)
         self._queries = self._queries + counted_bhq.sum((0, 2)).cpu().numpy()
         self._names = tuple(rows.values)
-        if self._names:
-            values = [_chosen(it, heads).double() for it in rows.values.values()]
-            counted = [_chosen(rows.counted[it].expand(rows.shape), heads) for it in self._names]
-            new = _totals(self._names, torch.stack(values), torch.stack(counted))
-            self._all = new if self._all is None else self._all.plus(new)
+        if not self._names:
+            return
+        values = torch.stack([_chosen(it, heads) for it in rows.values.values()])
+        counted = [_chosen(rows.counted[it].expand(rows.shape), heads) for it in self._names]
+        # A decoding step has one row a sample: some of them are added up together.
+        self._waiting.append((_by_row(values), _by_row(torch.stack(counted))))
+        self._rows_waiting += rows.shape[0] * rows.shape[2]
+        if self._rows_waiting >= _ROWS_TOGETHER:
+            self._add_up()
 
     @property
     def queries(self) -> Counts:
@@ -103,11 +114,22 @@ class HeadTotals:
     @property
     def totals(self) -> dict[str, StatisticTotals]:
         """The totals of each statistic, arrays [H]."""
+        self._add_up()
         return {name: self._of(place) for place, name in enumerate(self._names)}
 
     def result(self) -> dict[str, Tensor]:
         """Each statistic as float64 [H]: the mean, or for MAXIMA the largest; NaN for none."""
         return {name: torch.from_numpy(it.result(name)) for name, it in self.totals.items()}
+
+    def _add_up(self) -> None:
+        if self._waiting:
+            values_shr, counted_shr = (
+                torch.cat(parts, -1) for parts in zip(*self._waiting, strict=True)
+            )
+            new = _totals(self._names, values_shr.double(), counted_shr)
+            self._all = new if self._all is None else self._all.plus(new)
+            self._waiting.clear()
+            self._rows_waiting = 0
 
     def _of(self, place: int) -> StatisticTotals:
         return StatisticTotals(
@@ -119,13 +141,16 @@ def _chosen(values_bhq: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     return values_bhq if heads is None else values_bhq[:, list(heads)]
 
 
-def _totals(names: Sequence[str], value_sbhq: Tensor, counted_sbhq: Tensor) -> StatisticTotals:
-    """The totals of statistics s, arrays [s, H]: all at once, since a decoding step has few rows
-    and pays for each operation.
-    """
-    statistics, batch, heads, length = value_sbhq.shape
+def _by_row(values_sbhq: Tensor) -> Tensor:
+    """[statistics, heads, rows], the rows of all samples one behind the other."""
+    return values_sbhq.transpose(1, 2).flatten(2)
+
+
+def _totals(names: Sequence[str], value_shr: Tensor, counted_shr: Tensor) -> StatisticTotals:
+    """The totals of statistics s over rows r: arrays [s, H]."""
+    statistics, heads, rows = value_shr.shape
     shape = (statistics, heads)
-    if batch == 0 or length == 0:
+    if not rows:
         return StatisticTotals(
             count=np.zeros(shape, np.int64),
             sum=np.zeros(shape),
@@ -133,16 +158,16 @@ def _totals(names: Sequence[str], value_sbhq: Tensor, counted_sbhq: Tensor) -> S
             highest=np.full(shape, -np.inf),
             histogram=np.zeros((*shape, BINS), np.int64),
         )
-    left_out_sbhq = ~counted_sbhq
+    left_out_shr = ~counted_shr
     cells = statistics * heads * BINS
-    offset_sh = BINS * torch.arange(statistics * heads, device=value_sbhq.device).view(shape)
-    cell_sbhq = places(names, value_sbhq) + offset_sh[:, None, :, None]
-    cell_sbhq.masked_fill_(left_out_sbhq | value_sbhq.isnan(), cells)
-    histogram = torch.bincount(cell_sbhq.flatten(), minlength=cells + 1)[:-1]
+    offset_sh = BINS * torch.arange(statistics * heads, device=value_shr.device).view(shape)
+    cell_shr = places(names, value_shr) + offset_sh[..., None]
+    cell_shr = cell_shr.masked_fill(left_out_shr | value_shr.isnan(), cells)
+    histogram = torch.bincount(cell_shr.flatten(), minlength=cells + 1)[:-1]
     return StatisticTotals(
-        count=counted_sbhq.sum((1, 3)).cpu().numpy(),
-        sum=value_sbhq.masked_fill(left_out_sbhq, 0.0).sum((1, 3)).cpu().numpy(),
-        lowest=value_sbhq.masked_fill(left_out_sbhq, torch.inf).amin((1, 3)).cpu().numpy(),
-        highest=value_sbhq.masked_fill(left_out_sbhq, -torch.inf).amax((1, 3)).cpu().numpy(),
+        count=counted_shr.sum(-1).cpu().numpy(),
+        sum=value_shr.masked_fill(left_out_shr, 0.0).sum(-1).cpu().numpy(),
+        lowest=value_shr.masked_fill(left_out_shr, torch.inf).amin(-1).cpu().numpy(),
+        highest=value_shr.masked_fill(left_out_shr, -torch.inf).amax(-1).cpu().numpy(),
         histogram=histogram.view(*shape, BINS).cpu().numpy(),
     )
