@@ -139,6 +139,7 @@ def test_what_other_tools_take() -> None:
         lazy = found[f"blocks.{layer}.attn.hook_pattern"]
         assert torch.equal(matrix[0], lazy[1])
         assert np.array_equal(np.asarray(lazy)[1], matrix[0])
+        assert torch.equal(lazy.detach(), lazy[:])
         torch.testing.assert_close(matrix.sum(-1), torch.ones(1, 3, 9))
     long = patterns(length=600)
     with pytest.raises(mh.ArgumentError, match="up to 512 tokens; this text has 600"):

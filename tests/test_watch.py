@@ -292,3 +292,32 @@ def test_other_models_are_refused() -> None:
     ):
         with pytest.raises(mh.ModelError, match=message), mh.watch(model):
             pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bert"])
+def test_a_module_of_the_users_around_a_transformers_model(family: str) -> None:
+    require("models")
+    from multihead.integrations.transformers import use
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = families.build(family)
+            self.extra = nn.MultiheadAttention(5, 1, batch_first=True)
+
+        def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(ids)[0], self.extra(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(2)
+    model = Wrapper().eval()
+    ids, _ = families.padded([9, 9], "left")
+    x = torch.randn(2, 7, 5)
+    with torch.no_grad(), mh.watch(model) as heads:
+        got = model(ids, x)
+    assert heads.layers[-1] == "extra"
+    assert heads.queries[:, 0].tolist() == [18] * (len(heads.layers) - 1) + [14]
+    assert model.inner.config._attn_implementation == "eager"
+    use(model.inner)
+    with torch.no_grad(), mh.replace_sdpa(model):
+        want = model(ids, x)
+    assert all(torch.equal(mine, yours) for mine, yours in zip(got, want, strict=True))

@@ -114,10 +114,16 @@ class LazyRows:
                 cells = cells.select(axis, 0)
         return cells
 
+    def detach(self) -> Tensor:
+        """The whole as a tensor, as tools ask a cache's tensors for it (attnview's `from_cache`);
+        for texts of up to MOST_TOKENS tokens.
+        """
+        _check_size(self.shape)
+        return self[:]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """The whole as an array; for texts of up to MOST_TOKENS tokens."""
-        _check_size(self.shape)
-        whole = self[:].cpu().numpy()
+        whole = self.detach().cpu().numpy()
         return whole if dtype is None else whole.astype(dtype)
 
 

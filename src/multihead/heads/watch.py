@@ -74,8 +74,11 @@ def watch(
     out, and a forward pass that autograd repeats during backward (activation checkpointing) is
     computed but not counted. A layer is a module: one that runs several times in a pass is one
     layer, which counts its queries as often. Inside a nested `watch`, calls count for the inner
-    one only. Compiled models run eagerly inside the block. Of a plain torch module padding is known
-    from the masks it passes, and the axis before the length is that of the heads.
+    one only. A model that was compiled before runs eagerly inside the block.
+
+    Of a plain torch module padding is known from the masks it passes, and the axis before the
+    length is that of the heads. In a cross-attention no mask tells which queries are padding: all
+    that see a key count.
 
     Raises:
         ModelError: no module, or one that has nothing that could attend.
