@@ -26,7 +26,7 @@ from cells import (
 )
 from multihead.bench.contest import OURS
 from multihead.bench.results import Document
-from multihead.bench.show import duration
+from multihead.bench.show import brief, duration
 from multihead.bench.suites.overhead import PLAIN
 
 _MIB = 2**20
@@ -68,6 +68,12 @@ def restriction_block(documents: Sequence[Document]) -> str:
     return "\n".join(map(_restriction, found)) if found else NOTHING
 
 
+def cost_block(documents: Sequence[Document]) -> str:
+    """For each machine what was predicted of each pass, beside what was measured."""
+    found = of_suite(documents, "cost")
+    return "\n".join(map(_cost, found)) if found else NOTHING
+
+
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     **{
         name: partial(contests_block, name)
@@ -81,6 +87,7 @@ BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     "restriction": restriction_block,
     "overhead": overhead_block,
     "memory": memory_block,
+    "cost": cost_block,
 }
 
 
@@ -233,6 +240,37 @@ def _memory(document: Document) -> str:
     ]
     head = ("features", "beyond inputs and outputs", "outputs")
     return f"{where(document)}\n\n{table(head, lines)}\n{not_measurable(document)}"
+
+
+def _cost(document: Document) -> str:
+    lines = [
+        (
+            row["what"],
+            row["dtype"],
+            *_both(row["memory"], f"{row['memory']['measured'] / _MIB:.0f} MiB", _mib),
+            _mib(row["memory"]["usual_allocator"]),
+            *_both(row["seconds"], duration(row["seconds"]["measured"]), brief),
+            ", ".join(f"{part} {brief(time)}" for part, time in row["seconds"]["parts"].items()),
+            f"{100 * row['limit_share']:.0f} % of {row['limit']}",
+        )
+        for row in measured(document)
+    ]
+    head = (
+        "pass",
+        "dtype",
+        *("memory predicted", "measured", "predicted / measured", "usual allocator"),
+        *("time predicted", "measured", "predicted / measured", "predicted parts"),
+        "share of the limit",
+    )
+    return _section(document, table(head, lines))
+
+
+def _both(what: dict[str, Any], found: str, show: Callable[[float], str]) -> tuple[str, ...]:
+    return show(what["predicted"]), found, f"{what['ratio']:.2f}"
+
+
+def _mib(size: float) -> str:
+    return f"{size / _MIB:.0f} MiB"
 
 
 def _section(document: Document, body: str) -> str:

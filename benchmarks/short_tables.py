@@ -82,6 +82,12 @@ def inspect_block(documents: Sequence[Document]) -> str:
     return "\n".join(map(_inspect_section, found)) if found else NOTHING
 
 
+def cost_block(documents: Sequence[Document]) -> str:
+    """For each machine how far the predictions of memory and time were off."""
+    found = of_suite(documents, "cost")
+    return "\n".join(map(_cost_line, found)) if found else NOTHING
+
+
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     "prefill": prefill_block,
     "calls": calls_block,
@@ -89,6 +95,7 @@ BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     "models": models_block,
     "overhead": overhead_block,
     "memory": memory_block,
+    "cost": cost_block,
     "inspect": inspect_block,
 }
 
@@ -206,6 +213,23 @@ def _memory_line(document: Document) -> str:
         f"{most['width']}, {len(rows)} fresh processes in which every two of {len(features)} "
         f"features meet took at most **{most['grown_bytes'] / 2**20:.1f} MiB** beyond inputs and "
         f"outputs ({', '.join(most['features']) or 'plain'}).\n"
+    )
+
+
+def _cost_line(document: Document) -> str:
+    rows = measured(document)
+    if not rows:
+        return f"{_place(document)} {not_measurable(document)}"
+    of_memory, of_time = (
+        max((abs(row[what]["ratio"] - 1), row["what"]) for row in rows)
+        for what in ("memory", "seconds")
+    )
+    return (
+        f"{_place(document)} Over {len(rows)} passes of a SmolLM2-shaped model (prompts, steps of "
+        f"decoding, a layer's training), predicted peak memory is off by at most "
+        f"**{100 * of_memory[0]:.0f} %** ({of_memory[1]}) of what fresh processes take, predicted "
+        f"time by at most **{100 * of_time[0]:.0f} %** ({of_time[1]}): counted operations and "
+        "bytes, and rates measured at one length.\n"
     )
 
 

@@ -12,6 +12,7 @@ from multihead.bench import (
     contest,
     llama,
     memory_probe,
+    resident,
     show,
     verify,
     whole,
@@ -413,7 +414,7 @@ def test_a_call_of_each_row_is_one_that_can_be_made() -> None:
 def test_growth_is_seen_and_outputs_are_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if memory_probe._lowered_peak() is None:
+    if resident.lowered_peak() is None:
         pytest.skip("the system does not tell the peak of a process")
 
     def call(length: int, *_: object) -> object:

@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import and_
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from multihead.bench.resident import lowered_peak, peak
 from multihead.masks import (
     Causal,
     Documents,
@@ -63,9 +61,9 @@ def probe(length: int, heads: int, width: int, threads: int, features: set[str])
     torch.set_num_threads(threads)
     _call(_WARM_LENGTH, heads, width, features)()
     call = _call(length, heads, width, features)
-    before = _lowered_peak()
+    before = lowered_peak()
     outputs = call()
-    after = _status("VmHWM")
+    after = peak()
     if before is None or after is None:
         return {"not_measurable": "The system does not tell the peak of a process."}
     output_bytes = sum(x.nbytes for x in outputs)
@@ -88,28 +86,6 @@ def _call(length: int, heads: int, width: int, features: set[str]) -> Callable[[
         return [result.out, *result.stats.values()]
 
     return call
-
-
-def _lowered_peak() -> int | None:
-    """The resident size, from which the peak counts anew: making the inputs had one of its own.
-
-    What the allocator keeps is given back first: a call that took it would seem to grow by less.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
 
 
 if __name__ == "__main__":

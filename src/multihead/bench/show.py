@@ -42,6 +42,8 @@ def lines(entry: Entry) -> Iterator[str]:
     name = f"  {entry['name']:<32}"
     if "not_measurable" in entry:
         yield f"{name} {_NOT_HERE}: {entry['not_measurable']}"
+    elif "memory" in entry:
+        yield from _prediction(name, entry)
     elif "peak_rss_bytes" in entry:
         yield f"{name} {_program(entry)}"
     elif "grown_bytes" in entry:
@@ -61,6 +63,26 @@ def lines(entry: Entry) -> Iterator[str]:
         yield from _whole(name, entry)
     else:
         yield from _contest(name, entry)
+
+
+def _prediction(name: str, entry: Entry) -> Iterator[str]:
+    """Predicted beside measured, of memory and of time; then what the predictions are made of."""
+    memory, seconds = entry["memory"], entry["seconds"]
+    mib = {key: memory[key] / 2**20 for key in ("predicted", "measured", "usual_allocator")}
+    yield (
+        f"{name} {mib['predicted']:7.1f} MiB predicted, {mib['measured']:7.1f} measured "
+        f"({memory['ratio']:.2f})  {brief(seconds['predicted'])} predicted, "
+        f"{duration(seconds['measured'])} measured ({seconds['ratio']:.2f})"
+    )
+    parts = [f"{part} {size / 2**20:.1f} MiB" for part, size in memory["parts"].items()]
+    yield f"    {', '.join(parts)}; {mib['usual_allocator']:.1f} MiB where the allocator keeps more"
+    shares = [f"{part} {brief(time)}" for part, time in seconds["parts"].items()]
+    yield f"    {', '.join(shares)}; {100 * entry['limit_share']:.0f} % of {entry['limit']}"
+
+
+def brief(seconds: float) -> str:
+    """Seconds as text, in s or ms."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _contest(name: str, entry: Entry) -> Iterator[str]:

@@ -39,6 +39,7 @@ SUITES = (
     "restriction",
     "overhead",
     "memory",
+    "cost",
     "inspect",
 )
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from multihead.bench.peers import FLEX, PEERS
 from multihead.bench.suites import (
     agreement,
+    cost,
     decode,
     generation,
     grouped,
@@ -61,6 +62,12 @@ SUITES: dict[str, Suite] = {
         Suite("restriction", "what it loses as heads see a window alone", restriction.rows),
         Suite("overhead", "what a feature adds to the plain call", overhead.rows),
         Suite("memory", "resident size beyond inputs and outputs, fresh processes", memory.rows),
+        Suite(
+            "cost",
+            "peak memory and time as predicted, and as fresh processes measure them",
+            cost.rows,
+            reads_memory=True,
+        ),
         Suite("inspect", "the whole inspection, each program in a fresh process", inspection.rows),
     )
 }
