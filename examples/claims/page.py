@@ -1,4 +1,7 @@
-"""Write docs/claims.md from the kept results; what stands between its markers is never typed."""
+"""Write docs/claims.md from the kept results: `python examples/claims/page.py`.
+
+What stands between its markers is never typed; `python examples/claims --record` writes it too.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,7 @@ def _sections(results: Sequence[Document]) -> str:
 def _section(result: Document) -> str:
     machine, versions = result["machine"], result["versions"]
     seeds = f"{result['seeds']} seeds" if result["seeds"] else "nothing is random"
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     return f"""## {result["title"]}
 
 > {result["text"]}
@@ -88,7 +92,7 @@ n: {result["n"]}; {seeds}. Spread: {result["spread"]}.
 ![{result["title"]}](images/claims/{result["claim"]}.svg)
 
 `{result["command"]}`: {result["seconds"]:.0f} s of a budget of {result["budget_seconds"]:.0f} s \
-on {machine["processor"]}, {machine["threads"]} threads, torch {versions["torch"]}, commit \
+on {machine["processor"]}, {threads}, torch {versions["torch"]}, commit \
 {result["commit"]}, {result["date"]}.
 """
 
@@ -102,3 +106,7 @@ def _table(table: Document) -> str:
 def _anchor(title: str) -> str:
     """The address that Markdown gives a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+if __name__ == "__main__":
+    print(f"Written {write()}")
