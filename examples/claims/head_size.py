@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from claim import Claim, Figures, Outcome, Table, Verdict, main
-from multihead import MultiHeadAttention, attention, attention_with_stats
+from multihead import MultiHeadAttention, attention
 from multihead.cost import AttentionCost
 from training import mean, spread_out, told, train
 
@@ -100,7 +100,9 @@ def recall(job: tuple[int, int, int, int]) -> float:
 
     train([query, key], loss, steps, rate=0.1)
     with torch.no_grad():
-        weights = attention(query[None, None], key[None, None], torch.eye(things)[None, None], scale=1)
+        weights = attention(
+            query[None, None], key[None, None], torch.eye(things)[None, None], scale=1
+        )
     return float((weights[0, 0].diagonal() > 0.5).float().mean())
 
 
