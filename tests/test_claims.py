@@ -29,6 +29,9 @@ COUNTED = {
 # What has to be trained, or looked for in real models.
 LEARNED: dict[str, Outcome] = {
     "one_ranking": Outcome.HOLDS,
+    "head_rank": Outcome.FAILS,
+    "head_size": Outcome.LIMITS,
+    "cat_mat": Outcome.LIMITS,
 }
 
 EXPECTED = COUNTED | LEARNED
