@@ -92,7 +92,6 @@ class Roles:
 
     def table(self) -> str:
         """A line for each role: how many heads, the strongest, and what passes by chance."""
-        total = sum(map(len, self.heads))
         rows = [("role", "heads", "strongest: score/control", "n", "asks", "chance")]
         for name, score in self.scores.items():
             found = self.having(name)
@@ -106,15 +105,19 @@ class Roles:
                     str(len(found)),
                     strongest or "-",
                     str(score.n),
-                    _asks(self.thresholds, name),
-                    _chance(self.thresholds, name),
+                    self.asks(name),
+                    self.by_chance(name),
                 )
             )
+        return "\n".join([*_columns(rows), *self.notes()])
+
+    def notes(self) -> list[str]:
+        """What stands below the table: what was probed, and what its columns mean."""
+        total = sum(map(len, self.heads))
         without = sum(1 for heads in self.heads for roles in heads if not roles)
         periods = ", ".join(map(str, self.probes.periods))
         seeds = len(self.seeds)
-        lines = [
-            *_columns(rows),
+        return [
             f"{total} heads, {without} of them without a role. A head may have several.",
             f"Probes: random sequences of {self.probes.length} tokens, repeats of {periods}; "
             f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {self.tokens:,} tokens.",
@@ -123,7 +126,17 @@ class Roles:
             f"pass ({self.thresholds.source}).",
             *(f"{name.replace('_', ' ')}: {why}." for name, why in self.left_out.items()),
         ]
-        return "\n".join(lines)
+
+    def asks(self, name: str) -> str:
+        """What a role asks of a head: least score, and least margin over its control."""
+        if name == "uniform":
+            return f"{self.thresholds.score[name]:.2f}"
+        return f"{self.thresholds.score[name]:.2f}/{self.thresholds.margin[name]:.2f}"
+
+    def by_chance(self, name: str) -> str:
+        """The share of heads with random weights that have a role."""
+        rate = self.thresholds.rate(name)
+        return "-" if rate is None else f"{rate:.1%}"
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values, numbers to six digits."""
@@ -225,17 +238,6 @@ def _role(name: str, score: Score, layer: int, head: int) -> Role:
     offset = None if score.offset is None else int(score.offset[layer, head])
     found, control = float(score.score[layer, head]), float(score.control[layer, head])
     return Role(name, found, control, score.n, offset)
-
-
-def _asks(thresholds: RoleThresholds, name: str) -> str:
-    if name == "uniform":
-        return f"{thresholds.score[name]:.2f}"
-    return f"{thresholds.score[name]:.2f}/{thresholds.margin[name]:.2f}"
-
-
-def _chance(thresholds: RoleThresholds, name: str) -> str:
-    rate = thresholds.rate(name)
-    return "-" if rate is None else f"{rate:.1%}"
 
 
 def _random_heads(thresholds: RoleThresholds) -> str:
