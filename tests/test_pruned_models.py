@@ -326,3 +326,34 @@ def test_packed_layers_are_packed_anew():
                     part.pack(Rows(1))
         prune(packed, heads)
         torch.testing.assert_close(outputs(packed, IDS), outputs(zeroed(whole, heads), IDS))
+
+
+_SIZES = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 37, "num_hidden_layers": 2}
+_SIZES |= {"num_attention_heads": 6, "pad_token_id": 0, "max_position_embeddings": 64}
+_GROUPS = {"num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.usefixtures("_theirs")
+@pytest.mark.parametrize("name", ["Cohere", "SmolLM3", "Glm4", "Exaone4", "StableLm", "Roberta"])
+def test_families_that_are_known_by_what_they_are_made_of(name):
+    import transformers
+
+    kind, more = ("Model", {}) if name == "Roberta" else ("ForCausalLM", _GROUPS)
+    config = getattr(transformers, f"{name}Config")(**_SIZES, **more)
+    config._attn_implementation = "eager"
+    whole = getattr(transformers, name + kind)(config).double().eval()
+    ids, heads = IDS + 3, GROUP | {(1, head) for head in range(6)}
+    expected = outputs(zeroed(whole, heads), ids % 101)
+    with ablate(whole, heads):
+        torch.testing.assert_close(outputs(whole, ids % 101), expected, rtol=0, atol=1e-12)
+    prune(whole, heads)
+    torch.testing.assert_close(outputs(whole, ids % 101), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_what_only_looks_like_gpt2_is_refused():
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    model = GPTBigCodeForCausalLM(GPTBigCodeConfig(vocab_size=11, n_embd=8, n_head=2, n_layer=1))
+    with pytest.raises(mh.ModelError, match="GPTBigCodeAttention, cannot be told apart"):
+        attention_layers(model)

@@ -36,7 +36,9 @@ def ablate(
 ) -> Iterator[None]:
     """Replace the outputs of some heads while the block runs; the weights stay as they are.
 
-        with mh.heads.ablate(model, {(3, 1), (3, 8)}):
+        from multihead import heads
+
+        with heads.ablate(model, {(3, 1), (3, 8)}):
             loss = model(input_ids, labels=input_ids).loss
 
     A head's output is what it hands to its layer's output projection, so that "zero" gives what

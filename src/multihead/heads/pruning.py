@@ -20,7 +20,9 @@ load_pruned = hf_pruning.load_pruned
 def prune(model: nn.Module, heads: Iterable[Head]) -> None:
     """Take heads out of a model for good, in place; all of them, or none after an error.
 
-        mh.heads.prune(model, {(3, 1), (3, 8)})
+        from multihead import heads
+
+        heads.prune(model, {(3, 1), (3, 8)})
 
     The model then gives what `ablate(model, heads)` gives, with fewer parameters, products and
     cached keys. Layers may differ in their number of heads; a layer that has lost all of them

@@ -108,6 +108,11 @@ def by_layer(layers: tuple[AttentionLayer, ...], heads: Iterable[Head]) -> dict[
     return {index: sorted(found[index]) for index in sorted(found)}
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is GPT-2's Conv1D, packed or not: a linear layer whose weight is [in, out]."""
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
 def _pairs(heads: Iterable[Head]) -> list[Head]:
     wrong = DtypeError(
         f"heads must be pairs (layer, head) of integers, such as {{(3, 1), (3, 8)}}; got {heads!r}."
@@ -180,6 +185,8 @@ def _separate(
 def _gpt2(index: int, name: str, module: Any, parts: Mapping[str, Any]) -> AttentionLayer | None:
     if not parts.keys() >= {"c_attn", "c_proj"} or not hasattr(module, "split_size"):
         return None
+    if not is_conv1d(parts["c_attn"]) or not is_conv1d(parts["c_proj"]):
+        return None  # GPTBigCode's are linear layers, its keys and values of one head
     pruned = getattr(module, PRUNED, None) or Pruned(module.num_heads, module.num_heads)
     return AttentionLayer(index, name, module, parts["c_proj"], module.head_dim, pruned, "gpt2")
 

@@ -20,7 +20,7 @@ from ..models import EncoderConfig
 from ..models.checkpoints import read_config
 from ..models.checkpoints.pruned import FIELD, numbers
 from ..nn.prune import Pruned, check_plain, keep_inputs, keep_outputs, lanes, places, selected
-from .attention_layers import PRUNED, AttentionLayer, attention_layers
+from .attention_layers import PRUNED, AttentionLayer, attention_layers, is_conv1d
 from .checkpoints import CONFIG, read_json
 from .extras import import_extra
 
@@ -44,7 +44,7 @@ def check_prunable(layer: AttentionLayer) -> None:
             f"heads of {layer.name}, a cross-attention, cannot be pruned, only ablated."
         )
     for projection in _projections(layer):
-        if not _is_conv(projection):
+        if not (is_conv1d(projection) and type(projection.weight) is nn.Parameter):
             check_plain(projection)
     _check_parts(layer)
 
@@ -209,12 +209,6 @@ def _projections(layer: AttentionLayer) -> list[Any]:
         return [module.c_attn, layer.out_proj]
     names = ("query", "key", "value") if layer.family == "bert" else ("q_proj", "k_proj", "v_proj")
     return [*(getattr(module, name) for name in names), layer.out_proj]
-
-
-def _is_conv(projection: Any) -> bool:
-    """Whether it is GPT-2's Conv1D, packed or not, with a weight of its own."""
-    named = any(base.__name__ == "Conv1D" for base in type(projection).__mro__)
-    return named and type(projection.weight) is nn.Parameter
 
 
 def _check_parts(layer: AttentionLayer) -> None:
