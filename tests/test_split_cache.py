@@ -85,6 +85,19 @@ def test_masks_of_single_heads_go_with_their_heads() -> None:
     assert torch.allclose(got, want, atol=1e-12)
 
 
+def test_query_heads_of_one_kv_head_may_see_differently_far() -> None:
+    query, key, value = drawn(21, torch.float64)
+    mask = mh.Window(torch.tensor([2, 3, UNBOUNDED, 3, UNBOUNDED, UNBOUNDED]), 0, 1)
+    cache = SplitKVCache((4, None, None), 1)  # what the farthest head of each group sees
+    parts = []
+    for place in range(21):
+        new = slice(place, place + 1)
+        held = cache.update(key[:, :, new], value[:, :, new])
+        parts.append(mh.attention(query[:, :, new], held, mask=mask))
+    want = mh.attention(query, key, value, mask=mask)
+    assert torch.allclose(torch.cat(parts, 2), want, atol=1e-12)
+
+
 def test_memory_is_of_what_heads_see() -> None:
     _, key, value = drawn(200, torch.float32)
     cache, whole = SplitKVCache((5, None, 5), 2), mh.KVCache()

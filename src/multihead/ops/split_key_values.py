@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..masks import Dense, Mask, Window
+from ..masks import Causal, Dense, Mask, Window
 from ..masks.rules import Intersection
 from . import dispatch
 from .key_values import KeyValues, held
@@ -33,10 +34,12 @@ class SplitKeyValues(KeyValues):
     Attributes:
         heads: the KV heads of each part; together each head once.
         parts: their keys and values.
+        windows: of each part the window that its cache has applied already; None for none.
     """
 
     heads: tuple[tuple[int, ...], ...] = ()
     parts: tuple[KeyValues, ...] = ()
+    windows: tuple[Window | None, ...] = ()
 
     @property
     def key_length(self) -> int:
@@ -56,12 +59,16 @@ _ONE_PIECE = (
 )
 
 
-def split(heads: Sequence[tuple[int, ...]], parts: Sequence[KeyValues]) -> SplitKeyValues:
+def split(
+    heads: tuple[tuple[int, ...], ...],
+    parts: Sequence[KeyValues],
+    windows: tuple[Window | None, ...],
+) -> SplitKeyValues:
     """SplitKeyValues of these parts."""
     made = object.__new__(SplitKeyValues)
     first = parts[0]
     made.__dict__.update(vars(held(key=first.key, value=first.value)))
-    made.__dict__.update(heads=tuple(heads), parts=tuple(parts))
+    made.__dict__.update(heads=heads, parts=tuple(parts), windows=windows)
     return made
 
 
@@ -95,23 +102,63 @@ def attend_to_parts(
         )
     group = query_bhqd.shape[1] // kv_heads
     rule = None if mask is None else checked_mask(mask)
-    outputs, order = [], []
-    for kv_part, held_part in zip(key_values.heads, key_values.parts, strict=True):
-        heads = [g * group + member for g in kv_part for member in range(group)]
-        index = torch.tensor(heads, device=query_bhqd.device)
-        order += heads
+    indices, places = _places(key_values.heads, group, query_bhqd.device)
+    outputs = []
+    for index, part, window in zip(indices, key_values.parts, key_values.windows, strict=True):
+        own = None if rule is None else mask_of_heads(rule, index)
+        if bias is None and query_bhqd.shape[2] == 1 and _hides_nothing(own, window):
+            own, part = None, held(key=part.key, value=part.value)
         outputs.append(
             attend(
-                query_bhqd.index_select(1, index),
-                held_part,
-                mask=None if rule is None else mask_of_heads(rule, index),
+                _heads_of(query_bhqd, index),
+                part,
+                mask=own,
                 bias=_bias_of_heads(bias, index),
                 sinks=None if sinks is None else sinks.index_select(0, index),
                 **options,
             )
         )
-    places = torch.tensor(order, device=query_bhqd.device).argsort()
-    return torch.cat(outputs, dim=1).index_select(1, places)
+    joined = torch.cat(outputs, dim=1)
+    return joined if places is None else joined.index_select(1, places)
+
+
+@lru_cache(maxsize=256)
+def _places(
+    heads: tuple[tuple[int, ...], ...], group: int, device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The query heads of each part, and where each head is once the parts stand in a row.
+
+    None where they stand in order.
+    """
+    # Kept from call to call, whatever mode the first was in.
+    with torch.inference_mode(False):
+        order = [[g * group + member for g in part for member in range(group)] for part in heads]
+        indices = tuple(torch.tensor(part, device=device) for part in order)
+        places = torch.cat(indices).argsort()
+        in_order = places.tolist() == list(range(len(places)))
+        return indices, None if in_order else places
+
+
+def _heads_of(query_bhqd: Tensor, index: Tensor) -> Tensor:
+    """These heads; a view where they stand side by side."""
+    if query_bhqd.device.type == "cpu":  # elsewhere a look at the index would wait
+        first, last = int(index[0]), int(index[-1])
+        if last - first + 1 == len(index):
+            return query_bhqd.narrow(1, first, len(index))
+    return query_bhqd.index_select(1, index)
+
+
+def _hides_nothing(mask: Mask | None, window: Window | None) -> bool:
+    """Whether the newest query sees all that a part holds: `window`, its cache's, has done it."""
+    if isinstance(mask, Intersection):
+        return all(_hides_nothing(rule, window) for rule in mask.masks)
+    if mask is None or type(mask) is Causal:
+        return True
+    if type(mask) is not Window or mask.right not in (None, 0):
+        return False
+    if mask.left is None or window is None or isinstance(mask.left, Tensor):
+        return mask.left is None
+    return mask.left == window.left and mask.keep_first == window.keep_first
 
 
 def mask_of_heads(mask: Mask, heads: Tensor) -> Mask:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ...masks import Window
 from ...ops import KeyValues
 from ...ops.split_key_values import split
 from .growing import KVCache
@@ -48,6 +49,9 @@ class SplitKVCache:
         for head, window in enumerate(self.windows):
             alike.setdefault(window, []).append(head)
         self._heads = tuple(tuple(heads) for heads in alike.values())
+        self._applied = tuple(
+            None if window is None else Window(window - 1, None, keep_first) for window in alike
+        )
         self._caches: tuple[KVCache | WindowKVCache, ...] = tuple(
             KVCache() if window is None else WindowKVCache(window, keep_first) for window in alike
         )
@@ -85,7 +89,7 @@ class SplitKVCache:
         parts = []
         for heads, cache in zip(self._heads, self._caches, strict=True):
             parts.append(cache.update(_of(key, heads), _of(value, heads)))
-        return parts[0] if len(parts) == 1 else split(self._heads, parts)
+        return parts[0] if len(parts) == 1 else split(self._heads, parts, self._applied)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; a negative number removes as many from the end.
