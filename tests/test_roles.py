@@ -21,19 +21,24 @@ SHORT = Probes(length=64, periods=(13, 23))
 FRONT, BACK = 1, 2
 
 
+def encode(text):
+    """A token for each letter."""
+    return [7 + ord(letter) % 50 for letter in text]
+
+
 class Tokenizer:
     """Knows one token for a start and one for an end, and puts them around every text."""
 
     all_special_ids = (FRONT, BACK)
 
     def __call__(self, text, add_special_tokens=True):
-        ids = [7 + ord(letter) % 50 for letter in text]
+        ids = encode(text)
         return {"input_ids": [FRONT, *ids, BACK] if add_special_tokens else ids}
 
 
 @pytest.fixture(scope="module")
 def found():
-    return heads.find_roles(planted.planted_model(), seeds=(0, 1))
+    return heads.find_roles(planted.planted_model(), tokenizer=Tokenizer(), seeds=(0, 1))
 
 
 def test_planted_heads_are_found_and_others_are_not(found) -> None:
@@ -65,7 +70,7 @@ def test_an_induction_head_needs_the_head_below_it() -> None:
 def test_scores_are_those_of_the_whole_matrix(family) -> None:
     require("models")
     probes = Probes(length=48, periods=(9, 17), reach=4)
-    frame = Frame((FRONT,), (BACK,), (0, FRONT, BACK))
+    frame = Frame((FRONT,), (BACK,), (0, FRONT, BACK), encode)
     model = families.build(family)
     scores = measure(model, probes, (3, 4), frame).by_role
     expected = dense_scores(model.double(), probes, (3, 4), frame)
@@ -98,8 +103,9 @@ def dense_scores(model, probes, seeds, frame):
     near = {offset: at(plain, rows, offset) for offset in offsets}
     others = torch.stack([near[offset] for offset in offsets if offset != -1])
     keys = plain[..., start:, :].mean((1, -2))
-    early = plain[..., start:middle, 1:start].mean(-2)
-    late = plain[..., middle:, 1:start].mean(-2)
+    texts = weights(drawn.texts)
+    early = texts[..., start:middle, 1:start].mean(-2)
+    late = texts[..., middle:, 1:start].mean(-2)
     sink = late.gather(-1, early.argmax(-1, keepdim=True))[..., 0]
     found = {
         "previous_token": (near[-1], others.amax(0)),
@@ -165,6 +171,13 @@ def test_special_tokens_are_told_from_their_places() -> None:
     assert planted.PLANTED[0].index("first") not in {h for _, h, _ in roles.having("special_token")}
 
 
+def test_roles_that_need_a_tokenizer_are_left_out_without_one() -> None:
+    found = heads.find_roles(planted.planted_model(), probes=SHORT, seeds=(0,))
+    assert set(found.scores) == set(ROLES) - {"second_sink", "special_token"}
+    assert "second sink: it needs texts: pass tokenizer=." in found.table()
+    assert found.to_json()["left_out"].keys() == {"second_sink", "special_token"}
+
+
 def test_sequences_are_those_of_their_seeds_and_without_special_tokens() -> None:
     model = planted.planted_model()
     frame = Frame.of(Tokenizer())
@@ -173,6 +186,9 @@ def test_sequences_are_those_of_their_seeds_and_without_special_tokens() -> None
     assert torch.equal(drawn.plain, again.plain.flip(0))
     assert not torch.isin(drawn.plain, torch.tensor([FRONT, BACK])).any()
     assert all(len(set(row.tolist())) == SHORT.length for row in drawn.plain)
+    assert torch.equal(drawn.texts, again.texts.flip(0))
+    assert drawn.texts.shape == (2, SHORT.length)
+    assert (drawn.texts[:, 0] == FRONT).all()
     for period in SHORT.periods:
         whole, other = drawn.repeated[period], drawn.shuffled[period]
         first, second = whole[:, 1 : 1 + period], whole[:, 1 + period : -1]
@@ -185,10 +201,9 @@ def test_sequences_are_those_of_their_seeds_and_without_special_tokens() -> None
 def test_table_and_json_say_the_same(found) -> None:
     table = found.table()
     assert "L0H0 1.00/0.00" in table
-    assert "special token: no special tokens are known" in table
     assert "16 heads, 8 of them without a role" in table
     assert "0.0%" in table
-    assert "chance: share of 144 or 1,068 heads with random weights" in table
+    assert "chance: share of 144 to 1,068 heads with random weights" in table
     assert max(map(len, table.splitlines()[:9])) <= 80
     document = json.loads(json.dumps(found.to_json(), allow_nan=False))
     names = [[{role["name"] for role in head} for head in layer] for layer in document["heads"]]
@@ -300,7 +315,7 @@ def test_tokenizers_of_ours_name_their_special_tokens() -> None:
 
 def test_heads_of_random_weights_have_few_roles() -> None:
     [found] = random_heads.small_scores(1)
-    for role in set(ROLES) - {"uniform", "special_token"}:
+    for role in set(ROLES) - {"uniform", "special_token", "second_sink"}:
         held = sum(int(SHIPPED.held(role, scores.by_role[role]).sum()) for scores in found)
         assert held <= 1, f"{role}: {held} of 96"
 
@@ -366,6 +381,7 @@ def test_roles_of_smollm2_and_minilm() -> None:
     assert held["induction"][17, 3]
     assert held["duplicate_token"][14, 3]
     assert 0.5 < held["first_key"].mean() < 0.9
+    assert 0.1 < held["second_sink"].mean() < 0.5
     encoder = measure(theirs, probes, seeds, framed).by_role
     assert SHIPPED.held("positional", encoder["positional"])[0, 2]
     assert encoder["positional"].offset[0, 2] == -1

@@ -10,8 +10,9 @@ All are means over the counted queries of all sequences, in O(L) memory.
 * `duplicate_token`: weight on the last occurrence of the query's own token; control as before
 * `first_key`: weight on the first key, an ordinary token (Gu et al. 2024); control: the mean of the
   keys that follow it, one reach of them
-* `second_sink`: weight on one key besides the first, which earlier queries chose: of the first
-  quarter's keys the one that received most from them; control: the mean of that quarter's others
+* `second_sink`: in texts, weight on one key besides the first, which earlier queries chose: of the
+  first quarter's keys the one that received most from them; control: the mean of that quarter's
+  others
 * `local`: weight on keys nearer than one reach; control: on those from one to two reaches away
 * `positional`: share of queries whose strongest key stands at one fixed distance and stands out: it
   makes most of the sum of squared weights, so that ties do not count (Voita et al. 2019); control:
@@ -191,6 +192,8 @@ def _jobs(sequences: Sequences, probes: Probes, frame: Frame) -> list[tuple[Tens
     jobs: list[tuple[Tensor, _Take]] = [(sequences.plain, plain)]
     if sequences.framed is not None:
         jobs.append((sequences.framed, framed))
+    if sequences.texts is not None:
+        jobs.append((sequences.texts, lambda call, tally: _take_text(call, tally, probes)))
     for name, batches in (("repeated", sequences.repeated), ("shuffled", sequences.shuffled)):
         for period, token_ids in batches.items():
             jobs.append((token_ids, _taker_of_copies(name, len(frame.front), period)))
@@ -211,16 +214,23 @@ def _take_plain(call: _Call, tally: _Tally, probes: Probes) -> None:
     tally.add("entropy_share", call.entropy_share(rows), batch * (length - start))
     tally.add("argmax", _offsets_of_strongest(call, rows), batch * (length - start))
 
+    received_bhrk = call.received((0, start, length))
+    first_hk = received_bhrk[:, :, 1, : reach + 1].sum(0)
+    tally.add("first_keys", first_hk, batch * (length - start))
+
+
+def _take_text(call: _Call, tally: _Tally, probes: Probes) -> None:
+    """What goes to a key that earlier queries chose, and to the others beside it."""
+    length, start = call.length, probes.counted_from
     middle = (start + length) // 2
     received_bhrk = call.received((0, start, middle, length))
-    first_hk = received_bhrk[:, :, 1:, : reach + 1].sum((0, 2))
-    tally.add("first_keys", first_hk, batch * (length - start))
     early_bhk, late_bhk = received_bhrk[:, :, 1, 1:start], received_bhrk[:, :, 2, 1:start]
     chosen_bh1 = early_bhk.argmax(-1, keepdim=True)
     sink_bh = late_bhk.gather(-1, chosen_bh1)[..., 0]
     others_bh = (late_bhk.sum(-1) - sink_bh) / (start - 2)
-    tally.add("second_sink", sink_bh.sum(0), batch * (length - middle))
-    tally.add("other_early_keys", others_bh.sum(0), batch * (length - middle))
+    count = call.problem.batch * (length - middle)
+    tally.add("second_sink", sink_bh.sum(0), count)
+    tally.add("other_early_keys", others_bh.sum(0), count)
 
 
 def _offsets_of_strongest(call: _Call, rows: slice) -> Tensor:

@@ -10,8 +10,8 @@ Shape suffixes: b sequence, l token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError
 from .forward import check_positions, vocabulary_size
+from .text import built_in
 
 DEFAULT_SEEDS = (0, 1, 2, 3)
 
@@ -70,11 +71,15 @@ class Probes:
 
 @dataclass(frozen=True)
 class Frame:
-    """The special tokens of a model: those put around a text, and all that are no text."""
+    """The special tokens of a model: those put around a text, and all that are no text.
+
+    `encode` turns a text into tokens, without special ones.
+    """
 
     front: tuple[int, ...] = ()
     back: tuple[int, ...] = ()
     special: tuple[int, ...] = ()
+    encode: Callable[[str], Sequence[int]] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Frame:
@@ -83,24 +88,33 @@ class Frame:
             return cls()
         if hasattr(tokenizer, "all_special_ids"):
             framed = tokenizer("a")["input_ids"]
-            plain = tokenizer("a", add_special_tokens=False)["input_ids"]
             special = tokenizer.all_special_ids
+
+            def encode(text: str) -> Sequence[int]:
+                ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+                return ids
+
         elif hasattr(tokenizer, "encode") and hasattr(tokenizer, "backend"):
             framed = tokenizer.encode("a")
-            plain = tokenizer.backend.encode("a", add_special_tokens=False).ids
             added = tokenizer.backend.get_added_tokens_decoder()
             special = [token for token, known in added.items() if known.special]
+
+            def encode(text: str) -> Sequence[int]:
+                ids: Sequence[int] = tokenizer.backend.encode(text, add_special_tokens=False).ids
+                return ids
+
         else:
             raise InputError(
                 "tokenizer must be one of transformers or of multihead.integrations; got "
                 f"{type(tokenizer).__name__}."
             )
+        plain = encode("a")
         for start in range(len(framed) - len(plain) + 1):
             stop = start + len(plain)
             if list(framed[start:stop]) == list(plain):
                 front, back = tuple(framed[:start]), tuple(framed[stop:])
-                return cls(front, back, tuple(sorted({*special, *front, *back})))
-        return cls(special=tuple(sorted(special)))
+                return cls(front, back, tuple(sorted({*special, *front, *back})), encode)
+        return cls(special=tuple(sorted(special)), encode=encode)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +124,8 @@ class Sequences:
     `plain` are random tokens. `framed` are the same, but special tokens stand in the places that
     they would have in two texts one after the other, those between the texts in `middle` (None
     where the model has none). `repeated` and `shuffled` have a pair for each period, with the
-    special tokens around.
+    special tokens around. `texts` are excerpts of Python's documentation, special tokens in front
+    (None without a tokenizer).
     """
 
     plain: Tensor
@@ -118,6 +133,7 @@ class Sequences:
     middle: slice
     repeated: dict[int, Tensor]
     shuffled: dict[int, Tensor]
+    texts: Tensor | None
 
 
 def draw(model: nn.Module, probes: Probes, seeds: Sequence[int], frame: Frame) -> Sequences:
@@ -160,7 +176,25 @@ def draw(model: nn.Module, probes: Probes, seeds: Sequence[int], frame: Frame) -
         middle=middle,
         repeated={T: torch.stack(it).to(device) for T, it in repeated.items()},
         shuffled={T: torch.stack(it).to(device) for T, it in shuffled.items()},
+        texts=None if frame.encode is None else _excerpts(frame, probes.length, seeds).to(device),
     )
+
+
+def _excerpts(frame: Frame, length: int, seeds: Sequence[int]) -> Tensor:
+    """`length` tokens for each seed from a random place of the built-in prose."""
+    assert frame.encode is not None
+    prose = built_in().content
+    excerpts = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(int(seed))
+        place = int(torch.randint(len(prose) // 2, (1,), generator=generator))
+        place = prose.index(" ", place)
+        characters, ids = 8 * length, list(frame.front)
+        while len(ids) < length and place + characters < len(prose):
+            ids = [*frame.front, *frame.encode(prose[place : place + characters])]
+            characters *= 2
+        excerpts.append(torch.tensor(ids[:length]))
+    return torch.stack(excerpts)
 
 
 def words(model: nn.Module, frame: Frame) -> Tensor:

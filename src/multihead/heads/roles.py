@@ -15,7 +15,10 @@ from .probes import DEFAULT_SEEDS, Frame, Probes
 from .role_thresholds import SHIPPED, RoleThresholds
 
 _STRONGEST = 2
-_NO_SPECIAL_TOKENS = "no special tokens are known: pass tokenizer= of a model that has them"
+_LEFT_OUT = {
+    "second_sink": "it needs texts: pass tokenizer=",
+    "special_token": "no special tokens around a text are known; tokenizer= names them",
+}
 
 
 @dataclass(frozen=True)
@@ -181,16 +184,17 @@ def find_roles(
 ) -> Roles:
     """Find previous-token, induction, duplicate-token, first-key and other heads by probes.
 
-    The model reads random and repeated random tokens, never a text: what a head does there has no
-    cause in their meaning, and each score stands beside a control. Scores, controls and their
+    The model reads random and repeated random tokens: what a head does there has no cause in their
+    meaning. For sinks, which meaning may make, it reads excerpts of texts. Each score stands beside
+    a control. Scores, controls and their
     sources are in `multihead.heads.probe_scores`. A role says what a head reads; not what it
     writes, nor what would be lost without it.
 
     Args:
         model: a language model or an encoder, of transformers or ours, or another module that
             takes token ids [B, L] and can be watched.
-        tokenizer: its tokenizer, which names special tokens: they are kept out of random
-            sequences, put around the repeated ones, and asked for "special_token".
+        tokenizer: its tokenizer. It names special tokens: they are kept out of random sequences,
+            put around repeated ones, and asked for "special_token". "second_sink" needs its texts.
         probes: their lengths.
         seeds: one sequence of each kind a seed.
         thresholds: from which scores on a head has a role; by default those that come with the
@@ -221,7 +225,7 @@ def find_roles(
         )
         for layer, count in enumerate(scores.heads)
     )
-    left_out = {} if "special_token" in held else {"special_token": _NO_SPECIAL_TOKENS}
+    left_out = {name: why for name, why in _LEFT_OUT.items() if name not in held}
     return Roles(
         layers=scores.layers,
         heads=heads,
@@ -241,9 +245,10 @@ def _role(name: str, score: Score, layer: int, head: int) -> Role:
 
 
 def _random_heads(thresholds: RoleThresholds) -> str:
-    """How many heads of random weights were asked, by role."""
-    counts = sorted(set(thresholds.heads.values()))
-    return " or ".join(f"{count:,}" for count in counts) or "no"
+    """How many heads of random weights were asked: fewest and most, over roles."""
+    counts = sorted(thresholds.heads.values())
+    ends = dict.fromkeys([*counts[:1], *counts[-1:]])
+    return " to ".join(f"{count:,}" for count in ends) or "no"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
