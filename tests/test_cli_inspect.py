@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("typer")
 
+import random_heads
 from multihead.cli import main
 from multihead.errors import InputError, ModelError
+from multihead.heads import Probes, find_roles
 from requires import require
 from synthetic import inspection
 
@@ -94,6 +96,38 @@ def test_the_report_is_the_last_line(
 def test_a_chosen_head(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--head", "l3h8"]) == 0
     assert "Strongest links of L3H8" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def probed() -> Any:
+    """Roles of a small model, for a command whose model is made up."""
+    probes = Probes(length=64, periods=(8, 12))
+    return find_roles(random_heads.small("learned", seed=1), probes=probes, seeds=(0,))
+
+
+def test_roles_on_demand(
+    asked: dict[str, Any],
+    probed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def probe(model: object, *, tokenizer: object, progress: Any) -> object:
+        assert tokenizer == "tokenizer"
+        progress(1, 7)
+        return probed
+
+    monkeypatch.setattr("multihead.heads.find_roles", probe)
+    assert main(["inspect", "--roles", "--head", "L3H7"]) == 0
+    section = capsys.readouterr().out.partition("Which roles do heads have?")[2]
+    for name in ("previous token", "induction", "0.20/0.10", "32 heads", "second sink: it needs"):
+        assert name in section
+    assert "L3H7: none of these roles" in section
+    assert max(map(len, section.splitlines())) <= 80
+    assert main(["inspect", "--roles", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["roles"] == probed.to_json()
+    assert main(["inspect", "--json"]) == 0
+    assert "roles" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

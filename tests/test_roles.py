@@ -174,7 +174,7 @@ def test_special_tokens_are_told_from_their_places() -> None:
 def test_roles_that_need_a_tokenizer_are_left_out_without_one() -> None:
     found = heads.find_roles(planted.planted_model(), probes=SHORT, seeds=(0,))
     assert set(found.scores) == set(ROLES) - {"second_sink", "special_token"}
-    assert "second sink: it needs texts: pass tokenizer=." in found.table()
+    assert "second sink: it needs texts, hence a tokenizer." in found.table()
     assert found.to_json()["left_out"].keys() == {"second_sink", "special_token"}
 
 

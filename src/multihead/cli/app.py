@@ -112,6 +112,12 @@ def inspect(
         Path | None,
         typer.Option(metavar="FILE", help="Also write one HTML page to FILE.", show_default=False),
     ] = None,
+    roles: Annotated[
+        bool,
+        typer.Option(
+            "--roles", help="Also probe which heads are previous-token, induction and other heads."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what one token of a text reads, and what every head of the model does with the text.
@@ -131,6 +137,7 @@ def inspect(
         sort=sort,
         dtype=dtype,
         report=report,
+        roles=roles,
         as_json=json,
     )
 

@@ -13,10 +13,11 @@ from multihead.cli.statistics import StatisticName
 from multihead.errors import InputError
 
 if TYPE_CHECKING:
+    from multihead.heads import Roles
     from multihead.heads.inspection import Inspection
 
-# Loading's share of the bar; the layers have the rest.
-_LOADING = 0.15
+# Loading's share of the bar; the layers have the rest, or with roles up to the second.
+_LOADING, _LAYERS_WITH_ROLES = 0.15, 0.5
 
 
 def run(
@@ -30,9 +31,12 @@ def run(
     sort: StatisticName,
     dtype: str,
     report: Path | None,
+    roles: bool,
     as_json: bool,
 ) -> None:
     """Inspect `model` and print the result; with `report`, also write the page.
+
+    With `roles`, also probe the heads for theirs.
 
     Raises:
         InputError: an option, a text, a token, a head or a path that cannot be used.
@@ -44,7 +48,7 @@ def run(
     place = None if head is None else parse_head(head)
     if report is not None:
         check_writable(report)
-    inspection = _inspect(
+    inspection, found = _inspect(
         model,
         text=text if prompt is None else prompt,
         token=token,
@@ -52,17 +56,22 @@ def run(
         max_tokens=max_tokens,
         dtype=dtype,
         maps=report is not None,
+        roles=roles,
     )
     if report is not None:
         from multihead.report import render
 
         render(inspection, report)
     if as_json:
-        print_json(inspection.to_json())
+        also = {} if found is None else {"roles": found.to_json()}
+        print_json({**inspection.to_json(), **also})
     else:
-        from multihead.cli.terminal import print_inspection
+        from multihead.cli.terminal import print_inspection, print_roles
 
-        print_inspection(stdout_console(), inspection, sort=sort, head=place)
+        console = stdout_console()
+        print_inspection(console, inspection, sort=sort, head=place)
+        if found is not None:
+            print_roles(console, found, place)
     if report is not None:
         print_note(f"Report: {report}", aside=as_json)
 
@@ -76,7 +85,9 @@ def _inspect(
     max_tokens: int,
     dtype: str,
     maps: bool,
-) -> Inspection:
+    roles: bool,
+) -> tuple[Inspection, Roles | None]:
+    layers_end = _LAYERS_WITH_ROLES if roles else 1.0
     with progress() as advance:
         import torch
 
@@ -89,11 +100,11 @@ def _inspect(
             check_head(place, loaded.model.config)
 
         def layer_done(done: int, layers: int) -> None:
-            share = _LOADING + (1 - _LOADING) * done / layers
+            share = _LOADING + (layers_end - _LOADING) * done / layers
             advance(f"layer {done} of {layers}", share)
 
         advance("reading the text", _LOADING)
-        return inspect_model(
+        inspection = inspect_model(
             loaded.model,
             loaded.tokenizer,
             text=text,
@@ -103,6 +114,14 @@ def _inspect(
             facts=loaded.facts,
             progress=layer_done,
         )
+        if not roles:
+            return inspection, None
+        from multihead.heads import find_roles
+
+        def probe_done(done: int, probes: int) -> None:
+            advance(f"probe {done} of {probes}", layers_end + (1 - layers_end) * done / probes)
+
+        return inspection, find_roles(loaded.model, tokenizer=loaded.tokenizer, progress=probe_done)
 
 
 def parse_head(name: str) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from .role_thresholds import SHIPPED, RoleThresholds
 
 _STRONGEST = 2
 _LEFT_OUT = {
-    "second_sink": "it needs texts: pass tokenizer=",
-    "special_token": "no special tokens around a text are known; tokenizer= names them",
+    "second_sink": "it needs texts, hence a tokenizer",
+    "special_token": "no tokenizer names special tokens that stand around a text",
 }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multihead.heads import Role, Roles
 
 # Cells of the columns beside the strongest heads, and of one of these.
-_OTHER_COLUMNS, _ONE_HEAD = 52, 18
+_OTHER_COLUMNS, _ONE_HEAD = 50, 18
 
 
 def print_roles(console: Console, roles: Roles, head: tuple[int, int] | None = None) -> None:
@@ -29,7 +29,7 @@ def print_roles(console: Console, roles: Roles, head: tuple[int, int] | None = N
     print_question(console, "Which roles do heads have?")
     table = plain_table()
     table.add_column("role", no_wrap=True)
-    for name in ("heads", "asks", "by chance", "n"):
+    for name in ("heads", "asks", "chance", "n"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("strongest: score/control", no_wrap=True)
     count = max(1, (room(console) - _OTHER_COLUMNS) // _ONE_HEAD)
