@@ -120,11 +120,11 @@ def test_a_row_is_measured_in_fresh_processes(kind):
         assert entry[what]["predicted"] == pytest.approx(sum(entry[what]["parts"].values()))
     assert entry["memory"]["measured"] > 0
     assert entry["limit"] == ("memory read" if kind == DECODE else "FMA")
-    first, *more = show.lines(entry)
-    assert f"({entry['memory']['ratio']:.2f})" in first
-    assert f"({entry['seconds']['ratio']:.2f})" in first
-    assert all(part in more[0] for part in entry["memory"]["parts"])
-    assert all(part in more[1] for part in entry["seconds"]["parts"])
+    first, sizes, times, _ = show.lines(entry)
+    assert f"= {entry['memory']['ratio']:.2f}, time" in first
+    assert first.endswith(f"= {entry['seconds']['ratio']:.2f}")
+    assert all(part in sizes for part in entry["memory"]["parts"])
+    assert all(part in times for part in entry["seconds"]["parts"])
     found = document("cost", entry)
     assert f"| {entry['what']} |" in long_tables.cost_block([found])
     off = 100 * abs(entry["seconds"]["ratio"] - 1)

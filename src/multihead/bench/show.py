@@ -43,7 +43,7 @@ def lines(entry: Entry) -> Iterator[str]:
     if "not_measurable" in entry:
         yield f"{name} {_NOT_HERE}: {entry['not_measurable']}"
     elif "memory" in entry:
-        yield from _prediction(name, entry)
+        yield from _prediction(entry)
     elif "peak_rss_bytes" in entry:
         yield f"{name} {_program(entry)}"
     elif "grown_bytes" in entry:
@@ -65,19 +65,28 @@ def lines(entry: Entry) -> Iterator[str]:
         yield from _contest(name, entry)
 
 
-def _prediction(name: str, entry: Entry) -> Iterator[str]:
-    """Predicted beside measured, of memory and of time; then what the predictions are made of."""
+def _prediction(entry: Entry) -> Iterator[str]:
+    """Predicted over measured, of memory and of time; then what the predictions are made of."""
     memory, seconds = entry["memory"], entry["seconds"]
-    mib = {key: memory[key] / 2**20 for key in ("predicted", "measured", "usual_allocator")}
+    found = seconds["measured"]
     yield (
-        f"{name} {mib['predicted']:7.1f} MiB predicted, {mib['measured']:7.1f} measured "
-        f"({memory['ratio']:.2f})  {brief(seconds['predicted'])} predicted, "
-        f"{duration(seconds['measured'])} measured ({seconds['ratio']:.2f})"
+        f"  {entry['name']:<23} memory {_mib(memory['predicted'])} / {_mib(memory['measured'])} "
+        f"= {memory['ratio']:.2f}, time {brief(seconds['predicted'])} / {brief(found['median'])} "
+        f"= {seconds['ratio']:.2f}"
     )
-    parts = [f"{part} {size / 2**20:.1f} MiB" for part, size in memory["parts"].items()]
-    yield f"    {', '.join(parts)}; {mib['usual_allocator']:.1f} MiB where the allocator keeps more"
-    shares = [f"{part} {brief(time)}" for part, time in seconds["parts"].items()]
-    yield f"    {', '.join(shares)}; {100 * entry['limit_share']:.0f} % of {entry['limit']}"
+    sizes = ", ".join(f"{part} {_mib(size)}" for part, size in memory["parts"].items())
+    times = ", ".join(f"{part} {brief(time)}" for part, time in seconds["parts"].items())
+    yield f"    {sizes}"
+    yield f"    {times}"
+    yield (
+        f"    as measured: {_mib(memory['usual_allocator'])} where the allocator keeps what is "
+        f"freed; {brief(found['low'])} to {brief(found['high'])}, n {found['n']}, "
+        f"{100 * entry['limit_share']:.0f} % of {entry['limit']}"
+    )
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def brief(seconds: float) -> str:

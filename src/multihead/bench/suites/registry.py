@@ -64,7 +64,7 @@ SUITES: dict[str, Suite] = {
         Suite("memory", "resident size beyond inputs and outputs, fresh processes", memory.rows),
         Suite(
             "cost",
-            "peak memory and time as predicted, and as fresh processes measure them",
+            "peak memory and time, as predicted / as fresh processes measure them",
             cost.rows,
             reads_memory=True,
         ),
