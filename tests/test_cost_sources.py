@@ -104,6 +104,13 @@ def test_attention_layers(name):
 def test_what_a_description_says_of_attention():
     layer = MultiHeadAttention(24, 4, num_kv_heads=2, value_dim=7, window=mh.Window(5, 2))
     assert describe(layer) == cost.Attention(24, 4, 2, 6, 7, window=6, window_ahead=2)
+    restricted = MultiHeadAttention(24, 2, window=mh.Window(torch.tensor([3, 8]), keep_first=4))
+    described = describe(restricted)
+    assert (described.head_windows, described.keep_first) == ((4, 9), 4)
+    model = cost.Model((cost.Layer(described, cost.FeedForward(24, 8)),), head=False)
+    pairs = cost.forward(model, cost.Pass(13)).exponentials
+    visible = restricted.window & mh.Causal()
+    assert pairs == int(visible.to_dense(13, 13).expand(1, 2, 13, 13).sum())
     turned = MultiHeadAttention(24, 4, rope=RoPE(rotary_dim=4))
     assert describe(turned) == cost.Attention(24, 4, 4, 6, 6, rotary_dim=4)
 
@@ -174,12 +181,9 @@ def test_what_has_no_description_is_refused():
         describe(torch.nn.Linear(3, 5))
     with pytest.raises(DtypeError, match="got int"):
         describe(3)
-    with pytest.raises(ArgumentError, match="all heads have one"):
-        describe(MultiHeadAttention(24, 2, window=mh.Window(torch.tensor([3, 4]))))
-    with pytest.raises(ArgumentError, match="no first keys are kept"):
-        describe(MultiHeadAttention(24, 2, window=mh.Window(3, keep_first=4)))
-    with pytest.raises(ArgumentError, match="two ends"):
-        describe(MultiHeadAttention(24, 2, window=mh.Window(3, None)))
+    for window in (mh.Window(3, None), mh.Window(None, 2), mh.Window(3, torch.tensor([3, 4]))):
+        with pytest.raises(ArgumentError, match="equally far ahead and none sees back without"):
+            describe(MultiHeadAttention(24, 2, window=window))
     attention = MultiHeadAttention(24, 2)
     with pytest.raises(ArgumentError, match=r"feed_forward must be a FeedForward.*Sequential"):
         describe(TransformerBlock(attention, torch.nn.Sequential()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, singledispatch
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +75,6 @@ def _described(module: object) -> Description:
 
 @_described.register
 def _(module: MultiHeadAttention) -> cost.Attention:
-    window, ahead = _window(module.window)
     if module.context_dim is None:
         q_bias = kv_bias = module.qkv_proj.bias is not None
     else:
@@ -92,8 +92,7 @@ def _(module: MultiHeadAttention) -> cost.Attention:
         o_bias=module.out_proj.bias is not None,
         qk_norm=_size(module.q_norm) + _size(module.k_norm),
         sinks=module.sinks is not None,
-        window=window,
-        window_ahead=ahead,
+        **_window(module.window),
         rotary_dim=0 if module.rope is None else module.rope.width(module.head_dim),
     )
 
@@ -216,19 +215,21 @@ def _rows(positions: nn.Module | None) -> int:
     return positions.num_positions if isinstance(positions, LearnedPositions) else 0
 
 
-def _window(window: Window | None) -> tuple[int | None, int]:
-    """How many keys a query sees back, its own included, and ahead."""
+def _window(window: Window | None) -> dict[str, Any]:
+    """The fields of a description that say how far its queries see."""
     if window is None:
-        return None, 0
+        return {}
     left, right = window.left, window.right
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor) or window.keep_first:
+    if isinstance(right, torch.Tensor) or left is None or right is None:
         raise ArgumentError(
-            "a layer's window is counted where all heads have one and no first keys are kept; "
-            f"got {window}. Count its pairs with window.visible_pairs(queries, keys)."
+            "a layer's window is counted where all heads see equally far ahead and none sees back "
+            f"without end; got {window}. Count its pairs with window.visible_pairs(queries, keys)."
         )
-    if left is None or right is None:
-        raise ArgumentError(f"a window is counted where it has two ends; got {window}.")
-    return left + 1, right
+    if isinstance(left, torch.Tensor):
+        sizes: dict[str, Any] = {"head_windows": tuple(int(it) + 1 for it in left)}
+    else:
+        sizes = {"window": left + 1}
+    return {**sizes, "window_ahead": right, "keep_first": window.keep_first}
 
 
 def _norms(module: TransformerBlock) -> Iterator[nn.Module]:
