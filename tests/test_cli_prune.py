@@ -177,6 +177,17 @@ def test_leaving_out_ranks_by_the_loss_without_each_group(
     assert document["removed"] == {str(layer): [3 * group, 3 * group + 1, 3 * group + 2]}
 
 
+def test_rows_as_long_as_the_model_has_positions(folder: Path, tmp_path: Path) -> None:
+    families.build("gpt2").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    out, text = tmp_path / "out", str(folder / "text.txt")
+    options = ["--out", str(out), "--text", text, "--keep", "60%", "--json"]
+    assert cli.main(["prune", str(tmp_path / "model"), *options]) == 0
+    document = json.loads((out / RECORD).read_text(encoding="utf-8"))
+    assert (document["row"], document["kind"]) == (61, "head")
+    assert (document["heads"], document["removed_heads"]) == (6, 2)
+
+
 REFUSED = [
     (["--keep", "70"], "--keep 70 is no share .* Did you mean 70%?"),
     (["--keep", "0%"], "--keep 0% is no share"),
@@ -255,5 +266,5 @@ def test_a_text_is_cut_into_rows_of_which_each_half_has_its_own() -> None:
     assert (scored.shape, tested.shape) == ((1, 201), (1, 201))
     assert scored[0, 0] == tested[0, 0] == 0  # the start token begins every row
     assert torch.equal(torch.cat((scored[0, 1:], tested[0, 1:])), torch.arange(1, 401))
-    with pytest.raises(InputError, match=r"a text\) is 31 tokens long, too short"):
-        split_rows(tokens(31, False), 512, "a text")
+    with pytest.raises(InputError, match=r"a text\) is 63 tokens long, too short .* Give 64"):
+        split_rows(tokens(63, False), 512, "a text")

@@ -239,7 +239,7 @@ def prune(
         ),
     ] = "gate-gradient",
     max_tokens: Annotated[
-        int, typer.Option(min=32, help="Read no more tokens of the text than this.")
+        int, typer.Option(min=64, help="Read no more tokens of the text than this.")
     ] = 8192,
     seed: Annotated[int, typer.Option(min=0, help="Of --by random.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="What the model computes in.")] = "float32",

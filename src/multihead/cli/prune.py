@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from multihead.heads.removal import By, Removal
 
 ROW = 512
-LEAST_ROW = 16
+LEAST_ROW = 32
 RECORD = "multihead_prune.json"
 
 _LOADING, _WRITING = 0.05, 0.97
