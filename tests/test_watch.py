@@ -238,6 +238,40 @@ def test_rolling_caches_name_keys_by_their_positions() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        lambda dtype: mh.KVCache(),
+        lambda dtype: mh.PagedKVCache(1, 2, 64, dtype=dtype),
+        lambda dtype: mh.QuantizedKVCache(),
+    ],
+    ids=["growing", "paged", "int8"],
+)
+def test_caches_that_kernels_read_in_place_are_read_so_when_watched(cache, dtype) -> None:
+    torch.manual_seed(6)
+    layer = mh.MultiHeadAttention(256, 4, num_kv_heads=2).to(dtype)
+    x = torch.randn(1, 80, 256, dtype=dtype)
+
+    def run() -> torch.Tensor:
+        held = cache(dtype)
+        outs = [layer(x[:, :70], mask=mh.Causal(), cache=held)]
+        outs += [layer(x[:, at : at + 1], mask=mh.Causal(), cache=held) for at in range(70, 80)]
+        return torch.cat(outs, dim=1)
+
+    with torch.inference_mode():
+        want = run()
+        with mh.watch(layer) as heads:
+            assert torch.equal(run(), want)
+        with mh.watch(layer) as whole:
+            layer(x, mask=mh.Causal())
+    assert (heads.queries == 80).all()
+    for name, table in whole.statistics.items():
+        np.testing.assert_allclose(
+            heads.statistics[name], table, rtol=0.02, atol=2e-3, err_msg=name
+        )
+
+
 def test_calls_outside_of_the_model_are_not_counted() -> None:
     layer, other = mh.MultiHeadAttention(12, 3), mh.MultiHeadAttention(12, 3)
     with torch.no_grad(), mh.watch(layer) as heads:

@@ -344,20 +344,34 @@ def _attend(
         problem = replace(problem, dropout=Dropout.drawn(dropout, query.device))
         return _run(problem, backend)
     remember(form, problem)
-    if kv is not None:
-        return native.launch(
-            query,
-            key,
-            value,
-            problem.parts,
-            problem.scale,
-            problem.softcap,
-            problem.stats,
-            problem.bias,
-            problem.sinks,
-            kv=kv,
-        )
-    return _run(problem, backend)
+    return _run(problem, backend) if kv is None else _run_in_place(problem, kv)
+
+
+def _run_in_place(problem: Problem, kv: KeyValues) -> tuple[Tensor, dict[str, Tensor]]:
+    """`_run` of a call whose key and value are stand-ins for `kv`, which the kernels read."""
+    watching = dispatch.observer.get()
+    seen = problem
+    wanted: tuple[str, ...] = ()
+    if watching is not None:
+        key, value = kv.tensors(problem.query.dtype)
+        seen = replace(problem, key=key, value=value)
+        wanted = watching.wants(seen)
+    names = checked_stats((*problem.stats, *wanted))
+    out, stats = native.launch(
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.parts,
+        problem.scale,
+        problem.softcap,
+        names,
+        problem.bias,
+        problem.sinks,
+        kv=kv,
+    )
+    if watching is not None and wanted:
+        watching.record(replace(seen, stats=names), out, {name: stats[name] for name in wanted})
+    return out, stats
 
 
 def _run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -33,7 +33,7 @@ def form_of(
     It says everything of an eager call that autograd does not record, on plain CPU tensors, while
     nothing traces, intercepts, transforms, casts or watches calls.
     """
-    if not goes_straight(query, key, value, backend):
+    if dispatch.observer.get() is not None or not goes_straight(query, key, value, backend):
         return None
     rule = () if mask is None else mask.numbers() if isinstance(mask, Mask) else None
     if rule is None:
@@ -55,7 +55,6 @@ def goes_straight(query: Any, key: Any, value: Any, backend: str) -> bool:
         or not native.is_built()
         or dispatch.transformed()
         or torch._C._is_any_autocast_enabled()
-        or dispatch.observer.get() is not None
     ):
         return False
     return not (
