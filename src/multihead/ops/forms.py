@@ -33,7 +33,7 @@ def form_of(
     It says everything of an eager call that autograd does not record, on plain CPU tensors, while
     nothing traces, intercepts, transforms, casts or watches calls.
     """
-    if dispatch.observer.get() is not None or not goes_straight(query, key, value, backend):
+    if not goes_straight(query, key, value, backend) or dispatch.observer.get() is not None:
         return None
     rule = () if mask is None else mask.numbers() if isinstance(mask, Mask) else None
     if rule is None:
