@@ -134,7 +134,14 @@ def _read(model: Model, sentences: tuple[tuple[str, str, str], ...]) -> Reading:
         weights = [_weights_on(of_it, noun) for noun in pair]
         nouns.append([each.max() for each in weights])
         tidy.append(bool(np.all([(each > MOSTLY).any(-1) for each in weights], 0).any()))
-    return Reading(top.shape[1], *map(np.array, (distinct, first, agree, nouns)), tidy)
+    return Reading(
+        heads=top.shape[1],
+        distinct=np.array(distinct),
+        first=np.array(first),
+        agree=np.array(agree),
+        nouns=np.array(nouns),
+        tidy=tidy,
+    )
 
 
 def _inspect(model: Any, tokenizer: Any, sentence: str, token: str | int) -> Inspection:
@@ -145,7 +152,8 @@ def _weights_on(found: Inspection, noun: str) -> Array:
     """What the heads of each layer give to a word [L, H]; 0 where it is not among their 8 keys."""
     place = [piece.strip() for piece in found.tokens].index(noun)
     token = found.token
-    return np.where(token.top_keys == place, token.top_weights, 0).max(-1)
+    weights: Array = np.where(token.top_keys == place, token.top_weights, 0).max(-1)
+    return weights
 
 
 def _several(readings: dict[str, Reading]) -> str:
