@@ -27,7 +27,7 @@ CLAIM = Claim(
     text="Many heads can be removed from a trained model with little loss; which ones, matters.",
     method="SmolLM2-135M without training afterwards: heads in the order of their gate gradient on "
     "one part of a text, or in random orders, set to zero; loss on another part, for up to half "
-    "(quick: a fifth) of the heads. Little is at most 0.1 nats a token more, many are the 40 % that "
+    "(quick: a fifth) of the heads. Little is at most 0.1 nats a token more; many are 40 %, as "
     "Michel et al. 2019 removed from BERT.",
     seconds=120,
     quick_seconds=20,
