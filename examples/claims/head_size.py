@@ -151,15 +151,18 @@ def draw(figure: Any, figures: Figures) -> None:
     for things, values in zip(figures["things"], figures["found"], strict=True):
         left.plot(figures["sizes"], values, marker="o", label=f"{things} things")
     left.axvline(32, color="k", linestyle=":", linewidth=1)
+    left.text(31, 0.5, "the textbook's limit", rotation=90, ha="right", va="center")
     left.set_ylabel("share found")
     left.set_title("Learned things that one head finds")
-    left.legend()
+    left.legend(loc="center")
     right.plot(figures["layer_sizes"], figures["seconds"], marker="o", color="C3")
-    right.set_yscale("log")
+    right.set_yscale("log", base=2)
+    right.yaxis.set_major_formatter("{x:g}")
     right.set_ylabel("time (8 heads of 64 = 1)")
     right.set_title(f"Time at width {WIDTH} and equal products")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("size of a head")
 
 

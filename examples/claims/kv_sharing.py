@@ -175,20 +175,20 @@ def cache_bytes(kind: Kind) -> int:
 
 def draw(figure: Any, figures: Figures) -> None:
     """Held-out loss over the bytes that a token leaves in the caches."""
-    axes = figure.subplots()
+    axes, sizes = figure.subplots(), sorted(set(figures["bytes"]))
     for i, (name, size, losses) in enumerate(
         zip(*(figures[key] for key in ("names", "bytes", "losses")), strict=True)
     ):
-        marker = "s" if "MLA" in name else "o"
+        marker, size = ("s", 1.03 * size) if "MLA" in name else ("o", size)  # side by side
         axes.errorbar(
             size, mean(losses), half_range(losses), marker=marker, color=f"C{i}", label=name
         )
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(set(figures["bytes"])), map(str, sorted(set(figures["bytes"]))))
+    axes.set_xticks(sizes, map(str, sizes))
     axes.set_xlabel("bytes of KV cache a token (two layers, float32)")
     axes.set_ylabel("held-out loss (nats a character)")
     axes.set_title("Loss against cache, at equal parameters")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right center", fontsize=8)
 
 
 if __name__ == "__main__":
