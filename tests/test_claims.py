@@ -32,7 +32,7 @@ LEARNED: dict[str, Outcome] = {
     "one_ranking": Outcome.HOLDS,
     "head_rank": Outcome.FAILS,
     "head_size": Outcome.LIMITS,
-    "language_heads": Outcome.HOLDS,
+    "language_heads": Outcome.LIMITS,
     "kv_sharing": Outcome.HOLDS,
     "cat_mat": Outcome.LIMITS,
     "pruning": Outcome.LIMITS,

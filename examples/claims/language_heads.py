@@ -24,31 +24,35 @@ CLAIM = Claim(
     "parameters.",
     method="Language models of characters, two layers of width 64 split into 1, 2, 4, "
     "8 and 16 heads (quick: 1 and 4), trained on Python's documentation; loss on its last tenth, "
-    "which none has seen.",
+    "which none has seen. It holds if the best of them gains 0.07 nats over one head with every "
+    "seed, which 8 heads gained in Vaswani et al. 2017.",
     seconds=330,
-    quick_seconds=30,
+    quick_seconds=20,
 )
 WIDTH = 64
+# Nats a token from 1 head to 8 in Vaswani et al. 2017, table 3: log of 5.29 / 4.92.
+PUBLISHED = 0.07
+# What two runs of the same model easily differ by here.
+NOISE = 0.02
 
 
 def measure(quick: bool) -> Verdict:
     """Train every number of heads with every seed."""
     heads = (1, 4) if quick else (1, 2, 4, 8, 16)
-    seeds, steps, layers = (2, 400, 2) if quick else (3, 1500, 2)
+    seeds, steps, layers = (2, 200, 2) if quick else (3, 1500, 2)
     jobs = [(h, seed, steps, layers) for h in heads for seed in range(seeds)]
     curves = spread_out(curve, jobs)
     found = {h: curves[i * seeds : (i + 1) * seeds] for i, h in enumerate(heads)}
     last = {h: [losses[-1] for losses in found[h]] for h in heads}
     gains = {h: [one - own for one, own in zip(last[1], last[h], strict=True)] for h in heads}
-    best = min(heads, key=lambda h: mean(last[h]))
+    best = min(heads[1:], key=lambda h: mean(last[h]))
     better = [h for h in heads[1:] if min(gains[h]) > 0]
-    outcome = Outcome.HOLDS if best in better else Outcome.LIMITS
     size = check_one_size(heads, layers)
     caught = _catches_up(found[best], mean(last[1]))
     return Verdict(
-        outcome=outcome if best != 1 else Outcome.FAILS,
+        outcome=_outcome(gains[best]),
         finding=f"After {steps:,} steps one head is at {mean(last[1]):.3f} nats a character and "
-        f"{best} heads are at {mean(last[best]):.3f}, {told(gains[best])} lower by seed, with the "
+        f"{best} heads are at {mean(last[best]):.3f}, {told(gains[best])} lower by seed ({PUBLISHED} in Vaswani et al.), with the "
         f"same {size:,} parameters; they are where one head ends after {caught:.0%} of their "
         f"steps. Lower than one head with every seed: "
         f"{', '.join(map(str, better)) or 'none'} of {', '.join(map(str, heads[1:]))} heads.",
@@ -78,6 +82,13 @@ def measure(quick: bool) -> Verdict:
         f"{max(map(half_range, last.values())):.3f}, of differences to one head with the same seed "
         f"{max(map(half_range, gains.values())):.3f}",
     )
+
+
+def _outcome(gains: Sequence[float]) -> Outcome:
+    """Whether the best of several heads gains as much as was published, something, or loses."""
+    if min(gains) >= PUBLISHED:
+        return Outcome.HOLDS
+    return Outcome.LIMITS if mean(gains) > -NOISE else Outcome.FAILS
 
 
 def model(heads: int, layers: int) -> LanguageModel:
