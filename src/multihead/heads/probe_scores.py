@@ -60,7 +60,8 @@ Progress = Callable[[int, int], None]
 class Score:
     """One role's score and control in every head, float64 [L, H], over `n` queries each.
 
-    `offset` int64 [L, H] is the distance of a positional head's key, negative before the query.
+    `offset` int64 [L, H] is the distance of a positional head's key, negative before the query and
+    0 where no key stands out.
     Layers with fewer heads than another end in NaN.
     """
 
@@ -292,13 +293,19 @@ def _by_role(tallies: list[_Tally], probes: Probes) -> dict[str, Score]:
                 control=_table([control_h for _, control_h in both]),
                 n=tallies[0].counts[counted],
             )
-    offsets = [tally.sums["argmax"].argmax(-1) - probes.length for tally in tallies]
+    offsets = [_most_frequent(tally.sums["argmax"], probes.length) for tally in tallies]
     offset_lh = np.nan_to_num(_table(offsets)).astype(np.int64)
     return {**scores, "positional": replace(scores["positional"], offset=offset_lh)}
 
 
 def _means(score: str, control: str) -> _Pair:
     return lambda tally: (tally.mean(score), tally.mean(control))
+
+
+def _most_frequent(counts_ho: Tensor, length: int) -> Tensor:
+    """The offset at which most strongest keys stand, 0 where none stands out anywhere."""
+    most_h = counts_ho.max(-1)
+    return torch.where(most_h.values > 0, most_h.indices - length, 0)
 
 
 def _own(along_ho: Tensor, probes: Probes) -> int:
