@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from multihead.heads.inspection import Inspection, Links, Sinks, TokenView
+from multihead.heads.inspecting.inspection import Inspection, Links, Sinks, TokenView
 
 TEXT = (
     "The cat that chased the mouse sat on the mat because it was tired .\n "

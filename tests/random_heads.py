@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from multihead.heads.probe_scores import measure
-from multihead.heads.probes import DEFAULT_SEEDS, Frame, Probes
-from multihead.heads.role_thresholds import random_copy
+from multihead.heads.probing.probe_scores import measure
+from multihead.heads.probing.probes import DEFAULT_SEEDS, Frame, Probes
+from multihead.heads.probing.role_thresholds import random_copy
 from multihead.models import BlockConfig, LanguageModel, LanguageModelConfig
 from multihead.nn.positions import RoPE
 

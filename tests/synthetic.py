@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from multihead.cost import Attention, FeedForward, Layer, Model, summary
-from multihead.heads.inspection import Inspection, Links, TokenView
+from multihead.heads.inspecting.inspection import Inspection, Links, TokenView
 
 TEXT = "The cat that chased the mouse sat on the mat because it was tired"
 SENTENCE = [" " * (place > 0) + word for place, word in enumerate(TEXT.split())]

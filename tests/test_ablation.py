@@ -11,7 +11,7 @@ import multihead as mh
 import tiny
 from ablated import outputs, zeroed
 from multihead.heads import ablate, mean_loss
-from multihead.heads.ablation import head_means
+from multihead.heads.removing.ablation import head_means
 from multihead.integrations.attention_layers import attention_layers
 from requires import require
 
@@ -142,7 +142,7 @@ def test_resample_takes_the_head_from_another_row_of_the_batch():
 
 
 def test_no_row_stands_in_for_itself():
-    from multihead.heads.ablation import _derangement
+    from multihead.heads.removing.ablation import _derangement
 
     for count in (2, 3, 8):
         for seed in range(20):

@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return path
 
     monkeypatch.setattr("multihead.integrations.load", load)
-    monkeypatch.setattr("multihead.heads.inspection.inspect_model", inspect_model)
+    monkeypatch.setattr("multihead.heads.inspecting.inspection.inspect_model", inspect_model)
     monkeypatch.setattr("multihead.report.render", render)
     return calls
 
@@ -168,7 +168,7 @@ def test_failures_leave_stdout_empty(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("multihead.heads.inspection.inspect_model", fail)
+    monkeypatch.setattr("multihead.heads.inspecting.inspection.inspect_model", fail)
     assert main(["inspect", "--json"]) == status
     captured = capsys.readouterr()
     assert captured.out == ""

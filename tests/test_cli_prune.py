@@ -17,7 +17,7 @@ from multihead import cli
 from multihead.cli.prune import RECORD, parse_share, split_rows, write
 from multihead.errors import InputError, ModelError
 from multihead.heads import load_pruned, mean_loss
-from multihead.heads.removal import remove
+from multihead.heads.removing.removal import remove
 from multihead.heads.text import Tokens
 from multihead.integrations import load, load_language_model
 from requires import require

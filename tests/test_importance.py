@@ -24,7 +24,7 @@ from multihead.heads import (
     removal_curve,
     token_rows,
 )
-from multihead.heads.ablation import changing
+from multihead.heads.removing.ablation import changing
 from multihead.integrations.attention_layers import attention_layers
 from requires import require
 

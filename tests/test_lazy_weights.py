@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.heads.lazy_weights import KeptCall, LazyRows, LazyWeights
+from multihead.heads.watching.lazy_weights import KeptCall, LazyRows, LazyWeights
 from multihead.ops import library
 from multihead.ops.problem import ALiBi, describe
 

@@ -26,7 +26,7 @@ MOST = 150 * MIB
 SET_UP = f"""
 import torch
 import multihead as mh
-from multihead.heads.inspection import _peak_rss_bytes as peak
+from multihead.heads.inspecting.inspection import _peak_rss_bytes as peak
 
 N, H, D = 8192, 4, 16
 query = torch.randn(1, H, N, D)

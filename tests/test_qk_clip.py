@@ -9,7 +9,8 @@ from torch import nn
 
 import families
 import multihead as mh
-from multihead.heads import qk_clip, stability
+from multihead.heads import stability
+from multihead.heads.training import qk_clip
 from multihead.nn.packed_linear import Rows
 from multihead.nn.prepack import Shape
 from requires import require

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.heads import STATISTICS, HeadRecord
-from multihead.heads.histogram import BINS, BINS_OF, places, quantile
+from multihead.heads.watching.histogram import BINS, BINS_OF, places, quantile
 
 SIZES = dict(width=12, heads=3)
 

@@ -12,9 +12,14 @@ import multihead as mh
 import planted
 import random_heads
 from multihead import heads
-from multihead.heads.probe_scores import ROLES, Score, Scores, measure
-from multihead.heads.probes import Frame, Probes, draw
-from multihead.heads.role_thresholds import FALSE_POSITIVES, SHIPPED, from_random, random_copy
+from multihead.heads.probing.probe_scores import ROLES, Score, Scores, measure
+from multihead.heads.probing.probes import Frame, Probes, draw
+from multihead.heads.probing.role_thresholds import (
+    FALSE_POSITIVES,
+    SHIPPED,
+    from_random,
+    random_copy,
+)
 from requires import require
 
 SHORT = Probes(length=64, periods=(13, 23))

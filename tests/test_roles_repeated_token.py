@@ -9,7 +9,7 @@ import multihead as mh
 import planted
 import tiny
 from multihead import heads
-from multihead.heads.probes import Frame, random_tokens, words
+from multihead.heads.probing.probes import Frame, random_tokens, words
 from requires import require
 
 

@@ -23,7 +23,7 @@ from multihead.heads import (
     stability,
     trainer_callback,
 )
-from multihead.heads.diagnosis import table
+from multihead.heads.training.diagnosis import table
 from requires import require
 
 

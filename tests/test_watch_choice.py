@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.heads import STATISTICS
-from multihead.heads.statistics import FROM_FORWARD, asked_of_forward
+from multihead.heads.watching.statistics import FROM_FORWARD, asked_of_forward
 from multihead.ops import dispatch
 
 

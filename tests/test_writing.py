@@ -11,7 +11,7 @@ import multihead as mh
 import tiny
 from close import assert_close
 from multihead import heads
-from multihead.heads.linear_norm import linear_norm
+from multihead.heads.output.linear_norm import linear_norm
 from requires import require
 
 LENGTH = 23

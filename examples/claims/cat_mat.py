@@ -16,7 +16,7 @@ import numpy as np
 
 from claim import Claim, Figures, Outcome, Table, Verdict, main
 from multihead import ModelError
-from multihead.heads.inspection import Inspection, inspect_model
+from multihead.heads.inspecting.inspection import Inspection, inspect_model
 from multihead.integrations import load
 
 CLAIM = Claim(

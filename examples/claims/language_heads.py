@@ -52,7 +52,8 @@ def measure(quick: bool) -> Verdict:
     return Verdict(
         outcome=_outcome(gains[best]),
         finding=f"After {steps:,} steps one head is at {mean(last[1]):.3f} nats a character and "
-        f"{best} heads are at {mean(last[best]):.3f}, {told(gains[best])} lower by seed ({PUBLISHED} in Vaswani et al.), with the "
+        f"{best} heads are at {mean(last[best]):.3f}, {told(gains[best])} lower by seed "
+        f"({PUBLISHED} in Vaswani et al.), with the "
         f"same {size:,} parameters; they are where one head ends after {caught:.0%} of their "
         f"steps. Lower than one head with every seed: "
         f"{', '.join(map(str, better)) or 'none'} of {', '.join(map(str, heads[1:]))} heads.",

@@ -73,7 +73,7 @@ from .ops.problem import STATISTICS, ALiBi
 from .ops.weights import attention_map, attention_weights, received_attention
 
 if TYPE_CHECKING:
-    from .heads.watch import watch
+    from .heads.watching.watch import watch
     from .integrations.sdpa import replace_sdpa
 
 __version__ = "0.1.0"
@@ -156,7 +156,7 @@ for _name in __all__:
         globals()[_name].__module__ = "multihead"
 del _name
 
-_LATER = {"replace_sdpa": ".integrations.sdpa", "watch": ".heads.watch"}
+_LATER = {"replace_sdpa": ".integrations.sdpa", "watch": ".heads.watching.watch"}
 
 
 def __getattr__(name: str) -> Any:

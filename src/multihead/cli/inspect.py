@@ -14,7 +14,7 @@ from multihead.errors import InputError
 
 if TYPE_CHECKING:
     from multihead.heads import Roles
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 # Loading's share of the bar; the layers have the rest, or with roles up to the second.
 _LOADING, _LAYERS_WITH_ROLES = 0.15, 0.5
@@ -91,7 +91,7 @@ def _inspect(
     with progress() as advance:
         import torch
 
-        from multihead.heads.inspection import inspect_model
+        from multihead.heads.inspecting.inspection import inspect_model
         from multihead.integrations import load
 
         advance(f"loading {name}", 0.0)

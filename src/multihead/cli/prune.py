@@ -20,7 +20,7 @@ from multihead.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multihead.heads.removal import By, Removal
+    from multihead.heads.removing.removal import By, Removal
 
 ROW = 512
 LEAST_ROW = 32
@@ -72,7 +72,7 @@ def _prune(
 
     from multihead.errors import ArgumentError
     from multihead.heads import text as texts
-    from multihead.heads.removal import remove
+    from multihead.heads.removing.removal import remove
     from multihead.integrations import load
 
     text = texts.built_in() if options.text is None else texts.from_file(options.text)

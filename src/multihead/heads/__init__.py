@@ -1,12 +1,14 @@
 """What every head of a model does, and what would be lost without it."""
 
-from .ablation import ablate
-from .all_reduce import all_reduced
-from .comparison import Comparison, HeadDifference
-from .decoding_cost import DecodingCost, decoding_cost
-from .diagnosis import Finding, StabilityReport, StabilityThresholds
-from .histogram import Quantile
-from .importance import (
+from .loss import mean_loss, next_token_loss, token_rows
+from .output.writing import Writing, WrittenTokens, writing
+from .probing.probe_scores import ROLES
+from .probing.probes import Probes
+from .probing.repeated_token import RepeatedToken, probe_repeated_token
+from .probing.role_thresholds import RoleThresholds, calibrate_roles
+from .probing.roles import Role, Roles, find_roles
+from .removing.ablation import ablate
+from .removing.importance import (
     Importance,
     Unit,
     gate_gradient,
@@ -16,23 +18,21 @@ from .importance import (
     rank_correlation,
     removal_curve,
 )
-from .lazy_weights import LazyRows, LazyWeights
-from .loss import mean_loss, next_token_loss, token_rows
-from .probe_scores import ROLES
-from .probes import Probes
-from .pruning import load_pruned, prune
-from .qk_clip import Clipped, qk_clip
-from .record import HeadRecord
-from .repeated_token import RepeatedToken, probe_repeated_token
-from .role_thresholds import RoleThresholds, calibrate_roles
-from .roles import Role, Roles, find_roles
-from .stability import StabilityMonitor, stability
-from .statistics import MAXIMA, MEANS, STATISTICS
-from .streaming import StreamingHeads, streaming
-from .trainer import trainer_callback
-from .watch import Heads, watch
-from .windows import HeadWindows, restrict, restricted
-from .writing import Writing, WrittenTokens, writing
+from .removing.pruning import load_pruned, prune
+from .restricting.decoding_cost import DecodingCost, decoding_cost
+from .restricting.streaming import StreamingHeads, streaming
+from .restricting.windows import HeadWindows, restrict, restricted
+from .training.all_reduce import all_reduced
+from .training.diagnosis import Finding, StabilityReport, StabilityThresholds
+from .training.qk_clip import Clipped, qk_clip
+from .training.stability import StabilityMonitor, stability
+from .training.trainer import trainer_callback
+from .watching.comparison import Comparison, HeadDifference
+from .watching.histogram import Quantile
+from .watching.lazy_weights import LazyRows, LazyWeights
+from .watching.record import HeadRecord
+from .watching.statistics import MAXIMA, MEANS, STATISTICS
+from .watching.watch import Heads, watch
 
 __all__ = [
     "MAXIMA",

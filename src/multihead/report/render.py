@@ -25,7 +25,7 @@ from multihead.ops.pooling import bin_edges
 from multihead.report.pack import pack_linear, pack_log, pack_raw, without_sinks
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 # One module each; a file imports only from those before it.
 SCRIPTS = (

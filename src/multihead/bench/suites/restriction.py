@@ -18,8 +18,8 @@ from multihead.bench.contest import Setting
 from multihead.bench.suites.row import Row
 from multihead.errors import MissingExtraError, ModelError
 from multihead.heads import mean_loss, next_token_loss, restricted
-from multihead.heads.far_mass import FarMass, far_mass
-from multihead.heads.streaming import ranked_units, windows_of
+from multihead.heads.restricting.far_mass import FarMass, far_mass
+from multihead.heads.restricting.streaming import ranked_units, windows_of
 
 ORDERS = {
     "far-mass": "the least mass beyond the window first",

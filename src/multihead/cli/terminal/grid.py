@@ -13,7 +13,7 @@ from multihead.cli.statistics import STATISTICS, Scale, StatisticName
 from multihead.cli.terminal.style import QUIET, ramp_style, room, show
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 Values = npt.NDArray[Any]
 

@@ -14,7 +14,7 @@ from multihead.cli.terminal.style import QUIET, flow, plain_table, room, show
 from multihead.cli.tokens import fit, visible
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 _PARAMETERS = (
     ("embeddings", "embeddings"),

@@ -16,7 +16,7 @@ from multihead.cli.terminal.readers import print_readers
 from multihead.cli.terminal.style import print_question
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 
 def print_inspection(

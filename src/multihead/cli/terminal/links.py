@@ -23,7 +23,7 @@ from multihead.cli.terminal.style import (
 from multihead.cli.tokens import fit, fit_left, visible
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 _ROWS = 8
 _WIDE = 120

@@ -13,7 +13,7 @@ from multihead.cli.terminal.style import QUIET, flow, room, show
 from multihead.cli.tokens import visible
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 Facts = Mapping[str, str | int | float | None]
 

@@ -13,7 +13,7 @@ from multihead.cli.statistics import RANKED, STATISTICS, StatisticName
 from multihead.cli.terminal.style import HEAD, QUIET, head_name, plain_table, show
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection
+    from multihead.heads.inspecting.inspection import Inspection
 
 _END = 5
 

@@ -25,7 +25,7 @@ from multihead.cli.terminal.style import (
 from multihead.cli.tokens import fit, fit_left, visible
 
 if TYPE_CHECKING:
-    from multihead.heads.inspection import Inspection, TokenView
+    from multihead.heads.inspecting.inspection import Inspection, TokenView
 
 _ROWS = 8
 _WIDE = 120

@@ -1,0 +1,1 @@
+"""One text read once: what every head does with it."""

@@ -1,0 +1,1 @@
+"""What heads write, beside what they read."""

@@ -1,0 +1,1 @@
+"""What heads are for, as far as controlled probes can tell."""

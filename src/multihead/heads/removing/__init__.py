@@ -1,0 +1,1 @@
+"""What would be lost without a head, and taking it out for good."""

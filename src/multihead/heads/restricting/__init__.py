@@ -1,0 +1,1 @@
+"""Heads that a window costs little."""

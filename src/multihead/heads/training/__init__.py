@@ -1,0 +1,1 @@
+"""Logits and entropy of every head while a model trains, and clipping what explodes."""

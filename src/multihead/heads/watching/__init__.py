@@ -1,0 +1,1 @@
+"""Watching a model's heads while it runs, and the record that stays."""

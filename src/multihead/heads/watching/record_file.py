@@ -1,0 +1,122 @@
+"""Records of heads on disk: arrays as safetensors, all else as JSON in the file's metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InputError
+from ...integrations.extras import import_extra
+from .histogram import BINS, BINS_OF
+from .statistics import STATISTICS
+from .totals import StatisticTotals
+
+if TYPE_CHECKING:
+    from .record import HeadRecord
+
+FORMAT = 1
+_KEY = "multihead.heads"
+
+
+def save(record: HeadRecord, path: Path) -> None:
+    """Write `record`: first beside `path`, then in its place."""
+    safetensors = import_extra("safetensors.numpy")
+    arrays = {"queries": record.queries}
+    for name, totals in record.totals.items():
+        arrays |= {f"{name}.{it}": getattr(totals, it) for it in StatisticTotals.arrays()}
+    facts = {
+        "format": FORMAT,
+        "model": record.model,
+        "dtype": record.dtype,
+        "backend": record.backend,
+        "layers": record.layers,
+        "heads": record.heads,
+        "tokens": record.tokens,
+        "texts": record.texts,
+        "bins": {name: _bins(name) for name in record.totals},
+    }
+    content = safetensors.save(arrays, metadata={_KEY: json.dumps(facts)})
+    temporary = ""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def load(path: Path) -> HeadRecord:
+    """Read what `save` wrote."""
+    from .record import HeadRecord
+
+    safe_open = import_extra("safetensors").safe_open
+    if not path.is_file():
+        raise InputError(f"There is no file {path}.")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises a class of its own, and OSError
+        raise InputError(f"{path} is no record of heads: {error}") from error
+    if _KEY not in metadata:
+        raise InputError(
+            f"{path} is no record of heads, but another safetensors file. Records are written by "
+            "HeadRecord.save."
+        )
+    facts = json.loads(metadata[_KEY])
+    _check(path, facts)
+    heads = tuple(map(tuple, facts["heads"]))
+    shape = (len(facts["layers"]), max(map(len, heads), default=0))
+    try:
+        queries = _array(arrays, "queries", shape)
+        totals = {
+            name: StatisticTotals(
+                **{
+                    it: _array(
+                        arrays, f"{name}.{it}", (*shape, BINS) if it == "histogram" else shape
+                    )
+                    for it in StatisticTotals.arrays()
+                }
+            )
+            for name in facts["bins"]
+        }
+    except (KeyError, ValueError) as error:
+        raise InputError(f"{path} is damaged: {error} is missing or of another shape.") from error
+    return HeadRecord(
+        **{name: facts[name] for name in ("model", "dtype", "backend", "tokens", "texts")},
+        layers=tuple(facts["layers"]),
+        heads=heads,
+        queries=queries,
+        totals={name: totals[name] for name in STATISTICS if name in totals},
+    )
+
+
+def _check(path: Path, facts: dict[str, Any]) -> None:
+    bins: dict[str, Any] = facts.get("bins", {})
+    known = facts.get("format") == FORMAT and set(bins) <= set(STATISTICS)
+    if not known or any(bins[name] != _bins(name) for name in bins):
+        raise InputError(
+            f"{path} was written by another version of multihead, whose statistics or bins are "
+            "not those of this one. Record it again."
+        )
+
+
+def _bins(name: str) -> list[Any]:
+    bins = BINS_OF[name]
+    return [bins.scale.name, bins.low, bins.high, BINS]
+
+
+def _array(arrays: dict[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+    array = arrays[name]
+    if array.shape != shape:
+        raise ValueError(name)
+    array.flags.writeable = False
+    return array
