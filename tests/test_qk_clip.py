@@ -9,8 +9,7 @@ from torch import nn
 
 import families
 import multihead as mh
-from multihead.heads import stability
-from multihead.heads.training import qk_clip
+from multihead.heads import qk_clip, stability
 from multihead.nn.packed_linear import Rows
 from multihead.nn.prepack import Shape
 from requires import require

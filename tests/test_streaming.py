@@ -10,9 +10,8 @@ from torch import nn
 import families
 import multihead as mh
 from close import assert_close
-from multihead.heads import HeadWindows, restrict, restricted, streaming
+from multihead.heads import HeadWindows, decoding_cost, restrict, restricted, streaming
 from multihead.heads.loss import next_token_loss
-from multihead.heads.restricting import decoding_cost
 from multihead.heads.restricting.far_mass import far_mass
 from requires import require
 
