@@ -181,8 +181,8 @@ def test_what_has_no_description_is_refused():
         describe(torch.nn.Linear(3, 5))
     with pytest.raises(DtypeError, match="got int"):
         describe(3)
-    for window in (mh.Window(3, None), mh.Window(None, 2), mh.Window(3, torch.tensor([3, 4]))):
-        with pytest.raises(ArgumentError, match="equally far ahead and none sees back without"):
+    for window in (mh.Window(None), mh.Window(3, torch.tensor([0, 1]))):
+        with pytest.raises(ArgumentError, match="an end behind, and one ahead for all heads"):
             describe(MultiHeadAttention(24, 2, window=window))
     attention = MultiHeadAttention(24, 2)
     with pytest.raises(ArgumentError, match=r"feed_forward must be a FeedForward.*Sequential"):

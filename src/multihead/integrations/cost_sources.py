@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, singledispatch
-from typing import Any
 
-import torch
 from torch import nn
 
 from .. import cost
 from ..cost.parts import Norm, norm_parameters
 from ..errors import ArgumentError, DtypeError
-from ..masks import Window
 from ..models import Encoder, EncoderDecoder, LanguageModel
 from ..models.blocks import OffsetRMSNorm
 from ..nn import (
@@ -28,6 +25,7 @@ from ..nn import (
     MultiHeadAttention,
     TransformerBlock,
 )
+from .cost_windows import as_causal, check_ends_ahead, window_fields, with_restricted_heads
 
 Description = cost.Model | cost.Layer | cost.AnyAttention | cost.FeedForward
 
@@ -38,11 +36,15 @@ def describe(module: nn.Module) -> Description:
     `MultiHeadAttention` and `LatentAttention` give a `cost.Attention` or `cost.LatentAttention`, a
     feed-forward network its `cost.FeedForward`, a `TransformerBlock` a `cost.Layer`, and
     `LanguageModel`, `Encoder` and `EncoderDecoder` a `cost.Model`, as does a model of transformers,
-    which is read by its config. It may lie on the meta device: no numbers are read.
+    which is read by its config. It may lie on the meta device: no numbers are read, but for the
+    windows of single heads (`multihead.heads.restrict`).
 
         with torch.device("meta"):
             model = LanguageModel(config)
         cost.parameters_of(describe(model)).total
+
+    A layer by itself does not tell whether its model is causal: a window of it without an end ahead
+    is described as a causal model reads it.
 
     Raises:
         ArgumentError: a part that descriptions have no word for, or a module whose parameters are
@@ -92,7 +94,7 @@ def _(module: MultiHeadAttention) -> cost.Attention:
         o_bias=module.out_proj.bias is not None,
         qk_norm=_size(module.q_norm) + _size(module.k_norm),
         sinks=module.sinks is not None,
-        **_window(module.window),
+        **window_fields(module.window, module.num_heads),
         rotary_dim=0 if module.rope is None else module.rope.width(module.head_dim),
     )
 
@@ -174,6 +176,8 @@ def _(module: EncoderDecoder) -> cost.Model:
 @_described.register
 def _(module: Encoder) -> cost.Model:
     config = module.config
+    for part in module.blocks.modules():
+        check_ends_ahead(part)
     return cost.Model(
         layers=_layers(module.blocks),
         vocab=config.vocab_size,
@@ -192,7 +196,7 @@ def _(module: Encoder) -> cost.Model:
 def _decoder(module: LanguageModel, source: cost.Model | None) -> cost.Model:
     config = module.config
     return cost.Model(
-        layers=_layers(module.blocks),
+        layers=tuple(map(as_causal, _layers(module.blocks))),
         vocab=config.vocab_size,
         tied=config.tied,
         head_bias=config.head_bias,
@@ -213,23 +217,6 @@ def _layers(blocks: nn.ModuleList) -> tuple[cost.Layer, ...]:
 
 def _rows(positions: nn.Module | None) -> int:
     return positions.num_positions if isinstance(positions, LearnedPositions) else 0
-
-
-def _window(window: Window | None) -> dict[str, Any]:
-    """The fields of a description that say how far its queries see."""
-    if window is None:
-        return {}
-    left, right = window.left, window.right
-    if isinstance(right, torch.Tensor) or left is None or right is None:
-        raise ArgumentError(
-            "a layer's window is counted where all heads see equally far ahead and none sees back "
-            f"without end; got {window}. Count its pairs with window.visible_pairs(queries, keys)."
-        )
-    if isinstance(left, torch.Tensor):
-        sizes: dict[str, Any] = {"head_windows": tuple(int(it) + 1 for it in left)}
-    else:
-        sizes = {"window": left + 1}
-    return {**sizes, "window_ahead": right, "keep_first": window.keep_first}
 
 
 def _norms(module: TransformerBlock) -> Iterator[nn.Module]:
@@ -278,6 +265,7 @@ def _of_transformers(module: nn.Module, config: object) -> cost.Model:
     embeddings_out = getattr(module, "get_output_embeddings", lambda: None)()
     if described.head and embeddings_out is None:
         described = replace(described, head=False, head_bias=False, tied=False)
+    described = with_restricted_heads(described, module)
     without_pooler = replace(described, pooler=False)
     if cost.parameters_of(without_pooler).total == _size(module):
         return without_pooler

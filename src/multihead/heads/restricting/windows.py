@@ -82,6 +82,20 @@ class HeadWindows:
                 total += (Causal() & rule).visible_pairs(queries, keys)
         return total
 
+    def by_layer(self) -> list[tuple[int | None, ...] | None]:
+        """A window for each head of each module, in order; None for a module that stays as it is.
+
+        What a model would cost with them, before it is restricted:
+
+            cost.with_head_windows(describe(model), windows.by_layer(), windows.keep_first)
+        """
+        found: list[tuple[int | None, ...] | None] = []
+        for name, heads in self.heads.items():
+            near = self.restricted.get(name, ())
+            sizes = tuple(self.window if head in near else None for head in range(heads))
+            found.append(sizes if near else None)
+        return found
+
     def to_json(self) -> str:
         """As one JSON document, which `from_json` reads."""
         return json.dumps(
