@@ -155,6 +155,7 @@ def test_windows_by_layer() -> None:
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"model_type": "mistral", "layer_types": ["chunked_attention"] * 30}, "chunked"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "bart", "tie_word_embeddings": False}, "tie_word_embeddings"),
     ],
 )
 def test_a_config_that_would_be_counted_wrongly_is_refused(
@@ -189,6 +190,31 @@ def test_what_a_saved_config_leaves_out_is_known(model_type: str) -> None:
     if model_type == "deepseek_v2":  # how many experts a token visits has no default
         config.num_experts_per_tok = saved["num_experts_per_tok"] = 2
     assert from_transformers(saved) == from_transformers(config)
+
+
+_OPTIONAL = (
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "attention_bias",
+    "tie_word_embeddings",
+    "q_lora_rank",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_field_that_a_config_leaves_out_is_what_its_class_says(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    whole = transformers.AutoConfig.for_model(model_type).to_dict()
+    if model_type == "deepseek_v2":
+        whole["num_experts_per_tok"] = 2
+    for field in filter(whole.__contains__, _OPTIONAL):
+        rest = {name: value for name, value in whole.items() if name != field}
+        filled = type(transformers.AutoConfig.for_model(model_type)).from_dict(dict(rest))
+        assert from_transformers(rest) == from_transformers(filled), field
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -53,6 +53,8 @@ _LATENT_SIZES = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 
+_ABSENT = ("num_key_value_heads", "q_lora_rank", "n_shared_experts")
+
 # Tables of angles and a router's balance are stored, but not trained by gradients.
 _NO_PARAMETERS = (
     "rope_freqs.weight",
@@ -124,7 +126,8 @@ def _fields(path: Path, reader: Any, shapes: Mapping[str, tuple[int, ...]]) -> d
 
 def _read(get: Callable[[str], Any], path: Path, architecture: str) -> dict[str, Any]:
     names = _SIZES | (_LATENT_SIZES if architecture == "deepseek2" else {})
-    fields = {}
+    # What a file leaves out its model does not have, whatever a config would mean by that.
+    fields: dict[str, Any] = dict.fromkeys(_ABSENT)
     for key, name in names.items():
         value = get(key)
         if isinstance(value, list):

@@ -99,6 +99,7 @@ def _qwen_experts(fields: Fields, index: int) -> AnyFeedForward:
 
 _TIED = {"tie_word_embeddings": True}
 _WINDOW_4096 = {"sliding_window": 4096}
+_KV_HEADS_8 = {"num_key_value_heads": 8}
 _GEMMA = {**_TIED, "head_dim": 256}
 # Windows that these configs name are in force only where another field says so.
 _SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
@@ -106,37 +107,57 @@ _SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
 FAMILIES: dict[str, Family] = {
     "llama": Family({}),
     "granite": Family({}),
-    "smollm3": Family(_TIED),
+    "smollm3": Family({**_TIED, "num_key_value_heads": 4}),
     "mistral": Family(
-        _WINDOW_4096, qkv_bias=False, o_bias=False, ffn_bias=False, windows=_all_sliding
+        {**_WINDOW_4096, **_KV_HEADS_8},
+        qkv_bias=False,
+        o_bias=False,
+        ffn_bias=False,
+        windows=_all_sliding,
     ),
     "mixtral": Family(
-        {},
+        _KV_HEADS_8,
         qkv_bias=False,
         o_bias=False,
         windows=_all_sliding,
         feed_forward=_all_experts("intermediate_size", "num_local_experts"),
     ),
-    "qwen2": Family({}, qkv_bias=True, o_bias=False, ffn_bias=False, windows=_upper_layers),
-    "qwen3": Family({"head_dim": 128}, ffn_bias=False, qk_norm="head", windows=_upper_layers),
+    "qwen2": Family(
+        {"num_key_value_heads": 32},
+        qkv_bias=True,
+        o_bias=False,
+        ffn_bias=False,
+        windows=_upper_layers,
+    ),
+    "qwen3": Family(
+        {"head_dim": 128, "num_key_value_heads": 32},
+        ffn_bias=False,
+        qk_norm="head",
+        windows=_upper_layers,
+    ),
     "qwen2_moe": Family(
-        {"qkv_bias": True},
+        {"qkv_bias": True, "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
         qkv_bias="qkv_bias",
         o_bias=False,
         windows=_lower_even_layers,
         feed_forward=_qwen_experts,
     ),
-    "qwen3_moe": Family({}, qk_norm="head", windows=_all_sliding, feed_forward=_qwen_experts),
-    "gemma": Family(_GEMMA, ffn_bias=False, norm="rms_offset"),
+    "qwen3_moe": Family(
+        {"num_key_value_heads": 4},
+        qk_norm="head",
+        windows=_all_sliding,
+        feed_forward=_qwen_experts,
+    ),
+    "gemma": Family({**_GEMMA, "num_key_value_heads": 16}, ffn_bias=False, norm="rms_offset"),
     "gemma2": Family(
-        {**_GEMMA, **_WINDOW_4096},
+        {**_GEMMA, **_WINDOW_4096, "num_key_value_heads": 4},
         ffn_bias=False,
         norm="rms_offset",
         norms=4,
         windows=_every(2, first=SLIDING),
     ),
     "gemma3_text": Family(
-        {**_GEMMA, **_WINDOW_4096},
+        {**_GEMMA, **_WINDOW_4096, "num_key_value_heads": 4},
         ffn_bias=False,
         norm="rms_offset",
         norms=4,
@@ -160,7 +181,7 @@ FAMILIES: dict[str, Family] = {
         _WINDOW_4096, ffn_bias=False, qk_norm="width", windows=_every(4, first=SLIDING)
     ),
     "starcoder2": Family(
-        {**_TIED, "use_bias": True},
+        {**_TIED, "use_bias": True, "num_key_value_heads": 2},
         qkv_bias="use_bias",
         o_bias="use_bias",
         ffn_bias="use_bias",
@@ -170,7 +191,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_neox": Family({"attention_bias": True}, ffn_bias=True, gated=False, norm="layer"),
     "gpt_oss": Family(
-        {"head_dim": 64, "sliding_window": 128, "attention_bias": True},
+        {**_KV_HEADS_8, "head_dim": 64, "sliding_window": 128, "attention_bias": True},
         sinks=True,
         windows=_every(2, first=SLIDING),
         feed_forward=_all_experts("intermediate_size", "num_local_experts", bias=True),

@@ -9,8 +9,8 @@ from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Mo
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 
 _DEFAULTS = {
-    "deepseek_v2": {"first_k_dense_replace": 0},
-    "deepseek_v3": {"first_k_dense_replace": 3},
+    "deepseek_v2": {"first_k_dense_replace": 0, "q_lora_rank": 1536, "n_shared_experts": 2},
+    "deepseek_v3": {"first_k_dense_replace": 3, "q_lora_rank": 1536, "n_shared_experts": 1},
 }
 
 

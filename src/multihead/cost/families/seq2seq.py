@@ -18,6 +18,7 @@ def read(fields: Fields, model_type: str) -> Model:
 
 
 def _bart(fields: Fields) -> Model:
+    fields.refuse(tie_word_embeddings=True)  # untied, each stack has a table of its own
     width, vocab = fields.size("d_model"), fields.size("vocab_size")
     positions = fields.size("max_position_embeddings")
 
