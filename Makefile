@@ -31,7 +31,7 @@ demo: $(VENV)/.demo            ## every head of a real model, in the terminal an
 	@$(RUN)multihead inspect --report $(REPORT)
 
 test: check                    ## checks, then tests; ends with what was skipped and why
-	$(RUN)pytest -q -rs --durations=10
+	OMP_WAIT_POLICY=passive $(RUN)pytest -q -rs --durations=10 -n 2 --dist worksteal
 
 quick: $(VENV)/.test           ## the tests for every save, under a minute
 	$(RUN)pytest -q -m "not slow and not proof"

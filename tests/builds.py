@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import subprocess
@@ -32,13 +33,17 @@ def build(name: str, *options: str) -> Build:
     require("compiler")
     folder = ROOT / "build" / "tests" / name
     cmake = str(tool("cmake"))
-    # Compiler and environment may be others than last time; objects that are up to date stay.
-    (folder / "CMakeCache.txt").unlink(missing_ok=True)
-    configured = _run(
-        [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja",
-         f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}", *options]
-    )  # fmt: skip
-    _run([cmake, "--build", str(folder), "--parallel", str(usable_processors())])
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        # Compiler and environment may be others than last time; objects that are up to date stay.
+        (folder / "CMakeCache.txt").unlink(missing_ok=True)
+        configured = _run(
+            [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja",
+             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}",
+             *options]
+        )  # fmt: skip
+        _run([cmake, "--build", str(folder), "--parallel", str(usable_processors())])
     (extension,) = folder.glob("_native.*")
     return Build(extension, folder, configured)
 
