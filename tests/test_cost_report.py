@@ -279,13 +279,28 @@ def test_an_encoder_decodes_nothing_and_keeps_no_cache() -> None:
     document = report(encoder, Setting(9))
     assert document["decode"] is document["memory"]["cache"] is None
     assert measures(encoder, Setting(9))["kv_cache_bytes"] is None
+    weights = document["memory"]["weights"]
+    for memory, batch in ((weights, None), (weights - 1, 0)):
+        fit = report(encoder, Setting(9, memory=memory))["memory"]["fit"]
+        assert fit == {"context": batch, "batch": batch, "training_batch": 0}
+    assert report(encoder, Setting(9, memory=2**30))["memory"]["fit"]["training_batch"] > 0
+
+
+def test_a_pooler_is_read_too() -> None:
+    encoder = replace(GROUPED, causal=False, head=False)
+    found = traffic(replace(encoder, pooler=True), Pass(9, batch=2), TWO)
+    width = encoder.embed_dim
+    assert found.head == 2 * (width * (width + 1) + 2 * 2 * width)
+    assert found.total - found.head == traffic(encoder, Pass(9, batch=2), TWO).total
 
 
 def test_latents_in_int8_are_refused_or_left_empty_beside_others() -> None:
     with pytest.raises(ArgumentError, match="int8"):
         report(LATENT, Setting(9, cache="int8"))
     assert report(LATENT, Setting(9))["memory"]["caches"]["int8"] is None
-    assert measures(LATENT, Setting(9, cache="int8"))["kv_cache_bytes"] is None
+    flat = measures(LATENT, Setting(9, cache="int8", memory=2**40))
+    for empty in ("kv_cache_bytes", "decode_bytes", "largest_context", "largest_batch"):
+        assert flat[empty] is None
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 12])

@@ -22,7 +22,13 @@ def serving_bytes(
     dtype: object = "bfloat16",
     kind: CacheKind = "growing",
 ) -> int:
-    """Weights and filled caches: what serving holds at least, its working memory left out."""
+    """Weights and filled caches: what serving holds at least, its working memory left out.
+
+    An encoder keeps no cache.
+    """
+    if not model.causal:
+        check_counts(context=context, batch=batch)
+        return weight_bytes(model, dtype)
     return weight_bytes(model, dtype) + cache_bytes(
         model, context, batch=batch, dtype=dtype, kind=kind
     )

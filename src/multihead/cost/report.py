@@ -105,11 +105,14 @@ def report(model: Model, setting: Setting) -> dict[str, Any]:
 
 
 def measures(model: Model, setting: Setting) -> dict[str, int | float | None]:
-    """The figures that variants of a model are compared by, flat."""
+    """The figures that variants of a model are compared by, flat.
+
+    Those of the cache and of decoding are None where the setting's cache does not hold the model.
+    """
     prefill = forward(model, setting.prefill)
     ahead = _estimate(model, setting.prefill, setting, None)
-    step = _decode_estimate(model, setting)
     kept = _kept(model, setting, setting.cache) if model.causal else None
+    step = None if kept is None else _decode_estimate(model, setting)
     found: dict[str, int | float | None] = {
         "parameters": parameters_of(model).total,
         "attention_parameters": parameters_of(model).attention,
@@ -127,8 +130,8 @@ def measures(model: Model, setting: Setting) -> dict[str, int | float | None]:
         found["prefill_seconds"] = ahead.seconds
         found["decode_seconds"] = None if step is None else step.seconds
     if setting.memory is not None and model.causal:
-        found["largest_context"] = _largest_context(model, setting)
-        found["largest_batch"] = _largest_batch(model, setting)
+        found["largest_context"] = None if kept is None else _largest_context(model, setting)
+        found["largest_batch"] = None if kept is None else _largest_batch(model, setting)
     return found
 
 
@@ -229,6 +232,12 @@ def _memory(model: Model, setting: Setting) -> dict[str, Any]:
         "score_tables": asdict(score_tables(model, setting.prefill, setting.dtype)),
         "fit": None,
     }
+    if setting.memory is not None:
+        found["fit"] = {
+            "context": _largest_context(model, setting),
+            "batch": _largest_batch(model, setting),
+            "training_batch": _largest_training_batch(model, setting),
+        }
     if not model.causal:
         return found
     found["cache"] = cache_bytes(
@@ -240,12 +249,6 @@ def _memory(model: Model, setting: Setting) -> dict[str, Any]:
     )
     found["caches"] = {kind: _kept(model, setting, kind) for kind in get_args(CacheKind)}
     found["cache_token"] = cache_bytes(model, 1, dtype=setting.dtype, source=0)
-    if setting.memory is not None:
-        found["fit"] = {
-            "context": _largest_context(model, setting),
-            "batch": _largest_batch(model, setting),
-            "training_batch": _largest_training_batch(model, setting),
-        }
     return found
 
 

@@ -23,7 +23,7 @@ class Traffic:
 
     `projections`, `feed_forward` and `head` hold their weights and what they read and write;
     `attention` the queries, the keys and values that they can see, and the output; `embeddings`
-    the rows that are looked up.
+    the rows that are looked up. `head` is also the pooler.
     """
 
     embeddings: int = 0
@@ -77,6 +77,9 @@ def traffic(model: Model, step: Pass, widths: Widths) -> Traffic:
     if model.head:
         head = Projection("head", width, model.vocab, model.head_bias)
         moved += Traffic(head=_multiplied([head], step.batch * step.logits, widths))
+    if model.pooler and step.queries:
+        pooler = Projection("pooler", width, width, True)
+        moved += Traffic(head=_multiplied([pooler], step.batch, widths))
     counted: dict[Layer, int] = {}
     for layer in model.layers:
         counted[layer] = counted.get(layer, 0) + 1

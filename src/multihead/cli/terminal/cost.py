@@ -219,7 +219,7 @@ def _print_memory(console: Console, document: Mapping[str, Any]) -> None:
         _training_rows(row, training)
     show(console, table)
     if memory["fit"] is not None:
-        for line in _fit_lines(setting, memory["fit"], memory["weights"]):
+        for line in _fit_lines(setting, memory):
             paragraph(console, line)
 
 
@@ -233,20 +233,26 @@ def _training_rows(row: Any, training: Mapping[str, Any]) -> None:
     row("training, together", kept["total"], "with weights")
 
 
-def _fit_lines(
-    setting: Mapping[str, Any], fit: Mapping[str, int | None], weights: int
-) -> list[str]:
+def _fit_lines(setting: Mapping[str, Any], memory: Mapping[str, Any]) -> list[str]:
+    fit, weights = memory["fit"], memory["weights"]
+
     def most(value: int | None, unit: str) -> str:
         return f"any number of {unit}" if value is None else f"{value:,} {unit}"
 
     room_for = binary_bytes(setting["memory"])
     if weights > setting["memory"]:
         return [f"Not even the weights, {binary_bytes(weights)}, fit into {room_for}."]
-    lines = [
-        f"Into {room_for} fit, beside the weights, {most(fit['context'], 'tokens')} at batch "
-        f"{setting['batch']}, or {most(fit['batch'], 'rows')} of {setting['context']:,} tokens; "
-        "what a pass needs while it runs is not counted."
-    ]
+    if memory["cache"] is None:
+        lines = [
+            f"The weights, {binary_bytes(weights)}, fit into {room_for}, and an encoder keeps no "
+            "cache; what a pass needs while it runs is not counted."
+        ]
+    else:
+        lines = [
+            f"Into {room_for} fit, beside the weights, {most(fit['context'], 'tokens')} at batch "
+            f"{setting['batch']}, or {most(fit['batch'], 'rows')} of {setting['context']:,} "
+            "tokens; what a pass needs while it runs is not counted."
+        ]
     if fit["training_batch"] is not None:
         lines.append(f"Training fits {fit['training_batch']:,} rows of {setting['context']:,}.")
     return lines
