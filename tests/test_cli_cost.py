@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +283,42 @@ def test_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "KV cache" not in printed
     assert "one token more" not in printed
     assert document(capsys, *PLAIN, "--encoder")["decode"] is None
+    fits = " ".join(run(capsys, *PLAIN, "--encoder", "--memory", "1TB").split())
+    assert "an encoder keeps no cache" in fits
+    assert re.search(r"Training fits [1-9][0-9,]* rows", fits)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_many_kinds_keep_their_names(
+    width: int, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    kinds = "mha,gqa:2,gqa:4,mqa,mla,mla:128+16,mla:256+32,mla:512+64"
+    printed = run(capsys, config, "--compare", kinds)
+    assert all(len(line.rstrip()) <= width for line in printed.splitlines())
+    assert "…" not in printed
+    assert printed.count("512+64") == 1
+    assert "MLA's wider" in printed
+
+
+def test_a_device_is_written_to_and_a_link_stays(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, link, pipe = tmp_path / "table", tmp_path / "link.csv", tmp_path / "pipe"
+    target.write_text("before")
+    link.symlink_to(target)
+    run(capsys, config, "--csv", str(link))
+    assert link.is_symlink()
+    assert target.read_text().startswith("quantity,value")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    run(capsys, config, "--csv", str(pipe))
+    assert os.read(reader, 14) == b"quantity,value"
+    os.close(reader)
+    assert pipe.is_fifo()
+    link.unlink()
+    link.symlink_to(link)
+    assert "leads nowhere" in refusal(capsys, config, "--csv", str(link))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +333,9 @@ def test_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
         ((*PLAIN, "--context", "12q"), "--context"),
         ((*PLAIN, "--batch", "0"), "--batch"),
         ((*PLAIN, "--dtype", "int4"), "bf16"),
+        ((*PLAIN, "--what-if", "dtype=int4"), "--what-if dtype='int4'"),
+        ((*PLAIN, "--context", "9" * 400), "more than 18 digits"),
+        ((*PLAIN, "--memory", "9" * 400 + "GB"), "more than 18 digits"),
         ((*PLAIN, "--device", "tpu"), "h100"),
         ((*PLAIN, "--device", "l4", "--dtype", "fp32"), "--peak-tflops"),
         ((*PLAIN, "--peak-tflops", "5"), "--bandwidth"),

@@ -15,12 +15,18 @@ from multihead.errors import InputError
 
 def check_file(path: Path, option: str) -> None:
     """Raise InputError where `path` cannot be written, before any work."""
-    folder = path.parent
     if path.is_dir():
         raise InputError(f"{option} {path} is a folder. Name a file in it.")
+    try:
+        folder = path.resolve().parent
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise InputError(f"{option} {path} leads nowhere: {error}.") from error
     if not folder.is_dir():
         raise InputError(f"{option} {path}: there is no folder {folder}.")
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    whole = path.is_file() or not path.exists()
+    if (whole and not os.access(folder, os.W_OK)) or (
+        path.exists() and not os.access(path, os.W_OK)
+    ):
         raise InputError(f"{option} {path}: no permission to write there.")
 
 
@@ -39,10 +45,16 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 def write_whole(path: Path, content: bytes, option: str) -> None:
     """Write beside `path`, then rename: a reader sees the old file or the new one, never a part.
 
+    A link stays one, and what is no file, such as /dev/stdout, is written to as it is.
+
     Raises InputError where that fails.
     """
     temporary = None
     try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             temporary = Path(file.name)
             file.write(content)

@@ -103,9 +103,9 @@ def _use(name: str, value: str) -> Any:
     if name in ("context", "batch"):
         return parse_count(value, f"--what-if {name}=")
     if name == "dtype":
-        return parse_dtype(value)
+        return parse_dtype(value, "--what-if dtype=")
     if name == "cache":
-        return parse_cache(value)
+        return parse_cache(value, "--what-if cache=")
     known = ", ".join((*cost.SIZES, "context", "batch", "dtype", "cache"))
     raise InputError(f"--what-if {name}=...: there is no size {name!r}; there are {known}.")
 
@@ -119,24 +119,24 @@ _DTYPES = {
 }
 
 
-def parse_dtype(text: str) -> str:
-    """A dtype by its name or its short one. Raises InputError for another."""
+def parse_dtype(text: str, option: str = "--dtype ") -> str:
+    """A dtype by its name or its short one. Raises InputError, naming the option, for another."""
     name = _DTYPES.get(text.strip().lower(), text.strip().lower())
     if name not in _DTYPES.values():
         raise InputError(
-            f"--dtype {text!r} is not known; there are bf16, fp16, fp32 and fp64, or in full "
+            f"{option}{text!r} is not known; there are bf16, fp16, fp32 and fp64, or in full "
             f"{', '.join(dict.fromkeys(_DTYPES.values()))}."
         )
     return name
 
 
-def parse_cache(text: str) -> cost.CacheKind:
-    """A kind of cache. Raises InputError for another."""
+def parse_cache(text: str, option: str = "--cache ") -> cost.CacheKind:
+    """A kind of cache. Raises InputError, naming the option, for another."""
     for kind in get_args(cost.CacheKind):
         if kind == text.strip().lower():
             return kind  # type: ignore[no-any-return]
     raise InputError(
-        f"--cache {text!r} is not known; there are {', '.join(get_args(cost.CacheKind))}."
+        f"{option}{text!r} is not known; there are {', '.join(get_args(cost.CacheKind))}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from multihead.errors import InputError
 
@@ -28,6 +29,8 @@ def parse_count(text: str, option: str) -> int:
     Raises InputError, naming the option, for anything else.
     """
     match = re.fullmatch(r"(\d[\d_,]*)([kmg]?)", text.strip().lower(), flags=re.ASCII)
+    if match:
+        _check_digits(text, option)
     value = int(re.sub("[_,]", "", match[1])) * _COUNT_FACTORS[match[2]] if match else 0
     if value < 1:
         raise InputError(
@@ -48,7 +51,14 @@ def parse_bytes(text: str, option: str) -> int:
             f"{option} {text!r} is no number of bytes. Write its unit in full: 24GiB (2^30 bytes "
             "each) or 24GB (10^9 each)."
         )
-    return int(float(match[1]) * _BYTE_FACTORS[match[2]])
+    _check_digits(text, option)
+    return int(Fraction(match[1]) * _BYTE_FACTORS[match[2]])
+
+
+def _check_digits(text: str, option: str) -> None:
+    """So many are far above any model, and far below where floats of their products end."""
+    if sum(map(str.isdigit, text)) > 18:
+        raise InputError(f"{option} {text[:24]!r}... has more than 18 digits; shorten it.")
 
 
 def binary_bytes(value: float) -> str:

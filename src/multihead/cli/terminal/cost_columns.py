@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from multihead.cli.cost_views import Column, Sweep
 from multihead.cli.numbers import short_count
@@ -86,22 +88,8 @@ def print_columns(
     """Every measure in a row, every model in a column; with `difference`, how the last differs."""
     print_outline(console, document)
     print_question(console, "What changes?" if difference else "Which attention?")
-    table = plain_table()
-    table.add_column("", no_wrap=True)
-    for column in columns:
-        table.add_column(column.name, justify="right", no_wrap=True)
-    if difference:
-        table.add_column("difference", justify="right", no_wrap=True)
-    table.add_row("heads x width", *[_heads(column) for column in columns])
-    for key, name, _ in _MEASURES:
-        values = [column.measures.get(key, ...) for column in columns]
-        if values[0] is ... or all(value is None for value in values):
-            continue
-        cells = [_written(key, value) for value in values]
-        if difference:
-            cells.append(_difference(values[0], values[-1]))
-        table.add_row(name, *cells)
-    show(console, table)
+    for table in _tables(console, columns, difference):
+        show(console, table)
     before, after = columns[0].setting, columns[-1].setting
     if difference and before != after:
         changed = [
@@ -111,11 +99,58 @@ def print_columns(
         ]
         paragraph(console, f"Changed as well: {', '.join(changed)}.")
     if not difference:
+        kinds = {column.model.layers[0].attention.kind for column in columns}
+        wider = ", MLA's wider by the lanes after +, which are rotated" if "mla" in kinds else ""
         paragraph(
             console,
-            "Queries keep their heads and widths in every column. What a model learns with each is "
-            "another question, which no count answers.",
+            f"Queries keep their heads and widths in every column{wider}. What a model learns with "
+            "each is another question, which no count answers.",
         )
+
+
+def _tables(console: Console, columns: Sequence[Column], difference: bool) -> Iterator[Table]:
+    """One table, its names broken where it is too wide; several where it still is."""
+
+    def fits(table: Table) -> bool:
+        return Measurement.get(console, console.options, table).maximum <= room(console)
+
+    whole = _table(columns, difference, broken=False)
+    if difference or fits(whole):
+        yield whole
+        return
+    while columns:
+        count = len(columns)
+        while count > 1 and not fits(_table(columns[:count], difference, broken=True)):
+            count -= 1
+        yield _table(columns[:count], difference, broken=True)
+        columns = columns[count:]
+
+
+def _table(columns: Sequence[Column], difference: bool, *, broken: bool) -> Table:
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    for column in columns:
+        name = column.name.replace(":", ":\n") if broken else column.name
+        table.add_column(name, justify="right", no_wrap=True)
+    if difference:
+        table.add_column("difference", justify="right", no_wrap=True)
+    heads = [_heads(column) for column in columns]
+    table.add_row("heads x width", *[it.replace(" /", "\n/") if broken else it for it in heads])
+    for key, name, _ in _MEASURES:
+        values = [column.measures.get(key, ...) for column in columns]
+        if values[0] is ... or all(value is None for value in values):
+            continue
+        cells = [_cell(column, key) for column in columns]
+        if difference:
+            cells.append(_difference(values[0], values[-1]))
+        table.add_row(name, *cells)
+    return table
+
+
+def _cell(column: Column, key: str) -> str:
+    """A measure as it is written; "-" for what fits where no cache holds the model."""
+    held = column.measures["kv_cache_bytes"] is not None
+    return _written(key, column.measures[key]) if held or key not in _FITS else "-"
 
 
 def print_sweep(
