@@ -314,8 +314,14 @@ def test_a_device_is_written_to_and_a_link_stays(
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     run(capsys, config, "--csv", str(pipe))
     assert os.read(reader, 14) == b"quantity,value"
-    os.close(reader)
     assert pipe.is_fifo()
+    writer = os.open(pipe, os.O_WRONLY)
+    link.unlink()
+    link.symlink_to(f"/proc/self/fd/{writer}")  # as /dev/stdout leads to a pipe
+    if link.exists():
+        run(capsys, config, "--csv", str(link))
+    os.close(writer)
+    os.close(reader)
     link.unlink()
     link.symlink_to(link)
     assert "leads nowhere" in refusal(capsys, config, "--csv", str(link))

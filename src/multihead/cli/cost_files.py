@@ -51,10 +51,10 @@ def write_whole(path: Path, content: bytes, option: str) -> None:
     """
     temporary = None
     try:
-        path = path.resolve()
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return
+        path = path.resolve()
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             temporary = Path(file.name)
             file.write(content)
