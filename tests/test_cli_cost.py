@@ -283,6 +283,11 @@ def test_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "KV cache" not in printed
     assert "one token more" not in printed
     assert document(capsys, *PLAIN, "--encoder")["decode"] is None
+    local = run(capsys, *PLAIN, "--encoder", "--window", "64")
+    assert "window 64 and 63 ahead" in local
+    assert "every token sees" not in local
+    found = document(capsys, *PLAIN, "--encoder", "--window", "3", "--context", "5")
+    assert found["prefill"]["visible_pairs"] == [(3 + 4 + 5 + 4 + 3) * 8]
     fits = " ".join(run(capsys, *PLAIN, "--encoder", "--memory", "1TB").split())
     assert "an encoder keeps no cache" in fits
     assert re.search(r"Training fits [1-9][0-9,]* rows", fits)

@@ -41,8 +41,10 @@ from multihead.cost import (
     training_memory,
     weight_bytes,
     what_if,
+    with_head_windows,
     with_kind,
 )
+from multihead.cost.operations import model_pairs
 from multihead.errors import ArgumentError
 
 TWO = Widths(2, 2, 2)
@@ -234,6 +236,17 @@ def test_what_if() -> None:
             what_if(model, changes)
     with pytest.raises(ArgumentError, match="latent"):
         what_if(LATENT, {"kv_heads": 3})
+
+
+def test_a_window_of_an_encoder_reaches_both_ways() -> None:
+    encoder = replace(model_of(Attention.of(24, 4)), causal=False, head=False, tied=False)
+    local = what_if(encoder, {"window": 3})
+    assert model_pairs(local, Pass(5)) == [4 * (3 + 4 + 5 + 4 + 3)] * 2
+    assert model_pairs(what_if(local, {"window": 0}), Pass(5)) == [4 * 25] * 2
+    windows = [(3, None, 2, 5), None]
+    for model in (local, with_head_windows(model_of(Attention.of(24, 4)), windows)):
+        with pytest.raises(ArgumentError, match="one window for all heads, and none ahead"):
+            with_kind(model, "mla")
 
 
 def test_what_if_of_an_encoder_decoder_changes_both() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from multihead import cost
@@ -67,6 +67,8 @@ def _of_sizes(sizes: PlainSizes, d_model: int, heads: int) -> cost.Model:
     attention = cost.Attention.of(
         d_model, heads, sizes.kv_heads, sizes.head_dim, window=sizes.window, rotary=True
     )
+    if sizes.encoder and sizes.window:
+        attention = replace(attention, window_ahead=sizes.window - 1)
     ffn = cost.FeedForward(d_model, sizes.ffn or 4 * d_model, gated=sizes.gated)
     return cost.Model(
         (cost.Layer(attention, ffn),) * (sizes.layers or 1),

@@ -163,6 +163,7 @@ def _kind(layer: Layer, count: int) -> dict[str, Any]:
         "head_dim": attention.head_dim,
         "value_dim": attention.value_dim,
         "window": attention.window,
+        "window_ahead": attention.window_ahead,
         "head_windows": attention.head_windows if isinstance(attention, Attention) else None,
         "latent_dim": latent and latent.latent_dim,
         "rope_dim": latent and latent.rope_dim,

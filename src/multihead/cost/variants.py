@@ -26,7 +26,8 @@ def with_kind(model: Model, kind: str) -> Model:
             whose rotated key has head_dim / 2, as in DeepSeek-V2; or both given, "mla:512+64".
 
     Raises:
-        ArgumentError: another word, or KV heads that do not divide the heads.
+        ArgumentError: another word, KV heads that do not divide the heads, or "mla" for heads with
+            windows of their own or ahead, which latent attention has not.
     """
     name, _, given = kind.strip().lower().partition(":")
     if name in ("mha", "mqa") and not given:
@@ -53,7 +54,8 @@ def what_if(model: Model, changes: Mapping[str, int]) -> Model:
     * kv_heads, head_dim, ffn, vocab: that size alone.
     * d_model: the width of the stream; of heads too, where they fill it.
     * layers: the first so many, or the same ones again in order.
-    * window: of every layer's self-attention; 0 for none.
+    * window: of every layer's self-attention, its own key included; 0 for none. In an encoder it
+      reaches as far ahead.
 
     In an encoder-decoder both stacks change.
 
@@ -65,7 +67,7 @@ def what_if(model: Model, changes: Mapping[str, int]) -> Model:
             raise ArgumentError(f"{name!r} is no size of a model; there are {', '.join(SIZES)}.")
         if name != "window" or value != 0:
             check_sizes(**{name: value})
-    layers = tuple(_changed_layer(layer, changes) for layer in model.layers)
+    layers = tuple(_changed_layer(layer, changes, model.causal) for layer in model.layers)
     count = changes.get("layers", len(layers))
     layers = tuple(layers[index % len(layers)] for index in range(count))
     changed = replace(model, layers=layers, vocab=changes.get("vocab", model.vocab))
@@ -163,6 +165,11 @@ def _grouped(attention: AnyAttention, kv_heads: int) -> Attention:
 def _latent(attention: AnyAttention, latent: int | None, rope: int | None) -> LatentAttention:
     if isinstance(attention, LatentAttention) and latent is None:
         return attention
+    if attention.window_ahead or (isinstance(attention, Attention) and attention.head_windows):
+        raise ArgumentError(
+            "latent attention has one window for all heads, and none ahead; leave mla out, or give "
+            "all heads one window first: what_if(model, {'window': 256}), 0 for none."
+        )
     nope = attention.nope_dim if isinstance(attention, LatentAttention) else attention.head_dim
     return LatentAttention(
         attention.embed_dim,
@@ -176,7 +183,7 @@ def _latent(attention: AnyAttention, latent: int | None, rope: int | None) -> La
     )
 
 
-def _changed_layer(layer: Layer, changes: Mapping[str, int]) -> Layer:
+def _changed_layer(layer: Layer, changes: Mapping[str, int], causal: bool) -> Layer:
     cross = layer.cross
     if cross is not None:
         sizes = {name: value for name, value in changes.items() if name != "window"}
@@ -187,6 +194,9 @@ def _changed_layer(layer: Layer, changes: Mapping[str, int]) -> Layer:
         resized: AnyAttention = _resized_latent(attention, changes)
     else:
         resized = _resized(attention, changes)
+        if "window" in changes:
+            ahead = 0 if causal else max(0, changes["window"] - 1)
+            resized = replace(resized, window_ahead=ahead)
     return replace(
         layer,
         attention=resized,

@@ -78,7 +78,9 @@ def print_outline(console: Console, document: Mapping[str, Any]) -> None:
     if model["trained_context"]:
         facts.append(f"made for {model['trained_context']:,} tokens")
     if not model["causal"]:
-        facts.append("an encoder: every token sees every other")
+        windows = any(kind["window"] for kind in model["kinds"])
+        sees = "tokens see both ways" if windows else "every token sees every other"
+        facts.append(f"an encoder: {sees}")
     if model["encoder"] is not None:
         facts.append(f"reads an encoder of {model['encoder']['layers']} layers")
     show(console, flow(facts, width))
@@ -121,7 +123,8 @@ def _kind_words(kind: Mapping[str, Any]) -> list[str]:
         heads += f" on {kind['kv_heads']} KV head{'s' if kind['kv_heads'] > 1 else ''}"
     words = [f"{layers}: {heads} ({_KINDS[kind['attention']]})"]
     if kind["window"]:
-        words.append(f"window {kind['window']:,}")
+        ahead = f" and {kind['window_ahead']:,} ahead" if kind["window_ahead"] else ""
+        words.append(f"window {kind['window']:,}{ahead}")
     if kind["head_windows"]:
         words.append("a window for each head")
     if kind["cross_attention"]:
