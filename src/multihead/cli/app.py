@@ -361,10 +361,14 @@ def cost(
     ] = False,
     window: Annotated[
         int | None,
-        typer.Option(min=1, help="Newest keys that a query sees.", show_default="all"),
+        typer.Option(
+            min=1,
+            help="Newest keys that a query sees; with --encoder as far ahead.",
+            show_default="all",
+        ),
     ] = None,
     encoder: Annotated[
-        bool, typer.Option("--encoder", help="Every token sees every other.")
+        bool, typer.Option("--encoder", help="Tokens see both ways, and no cache is kept.")
     ] = False,
     csv: Annotated[
         Path | None,
