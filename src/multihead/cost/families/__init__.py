@@ -43,7 +43,7 @@ def from_transformers(config: object, *, name: str = "") -> Model:
             "The config has no model_type, so which parts its model has is not known; describe it "
             "with multihead.cost.Model(...)."
         )
-    if model_type not in _READERS:
+    if not isinstance(model_type, str) or model_type not in _READERS:
         parts = (
             ""
             if fields.get("text_config") is None

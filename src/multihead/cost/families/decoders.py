@@ -60,12 +60,12 @@ def _every(period: int, *, first: str) -> Callable[[Fields, int], list[str]]:
 
 
 def _upper_layers(fields: Fields, layers: int) -> list[str]:
-    first = fields.get("max_window_layers", 28)
+    first = fields.count_or("max_window_layers", 28)
     return [SLIDING if index >= first else FULL for index in range(layers)]
 
 
 def _lower_even_layers(fields: Fields, layers: int) -> list[str]:
-    last = fields.get("max_window_layers", 28)
+    last = fields.count_or("max_window_layers", 28)
     return [SLIDING if index % 2 == 0 and index < last else FULL for index in range(layers)]
 
 
@@ -84,10 +84,10 @@ def _all_experts(ffn_field: str, count_field: str, **options: bool) -> Any:
 
 def _qwen_experts(fields: Fields, index: int) -> AnyFeedForward:
     width = fields.size("hidden_size")
-    plain = index in (fields.get("mlp_only_layers") or ())
+    plain = index in (fields.listed("mlp_only_layers") or ())
     if plain or (index + 1) % fields.size_or("decoder_sparse_step", 1):
         return FeedForward(width, fields.size("intermediate_size"))
-    shared = fields.get("shared_expert_intermediate_size")
+    shared = fields.size_or_none("shared_expert_intermediate_size")
     return Experts(
         FeedForward(width, fields.size("moe_intermediate_size")),
         fields.size("num_experts", "num_local_experts"),
@@ -212,7 +212,7 @@ def read(fields: Fields, model_type: str) -> Model:
         tied=fields.flag("tie_word_embeddings"),
         head_bias=family.head_bias,
         norm=family.norm,
-        trained_context=fields.get("max_position_embeddings"),
+        trained_context=fields.size_or_none("max_position_embeddings"),
     )
 
 

@@ -72,5 +72,5 @@ def _modernbert(fields: Fields) -> Model:
         head=False,
         embedding_norm=True,
         norm=norm,
-        trained_context=fields.get("max_position_embeddings"),
+        trained_context=fields.size_or_none("max_position_embeddings"),
     )

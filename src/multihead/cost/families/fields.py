@@ -59,6 +59,26 @@ class Fields:
         """The field, or `default` where it is absent or null."""
         return default if self.get(name) is None else self.size(name)
 
+    def size_or_none(self, name: str) -> int | None:
+        """The field, or None where it is absent or null."""
+        return None if self.get(name) is None else self.size(name)
+
+    def count_or(self, name: str, default: int) -> int:
+        """The field, an integer from 0 on, or `default` where it is absent or null."""
+        return 0 if self.get(name) == 0 else self.size_or(name, default)
+
+    def listed(self, name: str) -> list[Any] | None:
+        """The field as a list, or None where it is absent or null.
+
+        Raises ArgumentError where it is no list.
+        """
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            raise ArgumentError(f"The config's {name} must be a list, got {value!r}.")
+        return list(value)
+
     def flag(self, name: str, default: bool = False) -> bool:
         """The field as a truth value."""
         return bool(self.get(name, default))
@@ -78,7 +98,7 @@ class Fields:
 
         Raises ArgumentError for a list of another length, or a kind that is not counted.
         """
-        given = self.get("layer_types")
+        given = self.listed("layer_types")
         if given is None:
             return None
         kinds = [str(kind) for kind in given]

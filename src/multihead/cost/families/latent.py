@@ -19,7 +19,6 @@ def read(fields: Fields, model_type: str) -> Model:
     fields = fields.with_defaults(_DEFAULTS[model_type])
     fields.refuse(pretraining_tp=1, moe_layer_freq=1)
     width, bias = fields.size("hidden_size"), fields.flag("attention_bias")
-    query_latent = fields.get("q_lora_rank")
     attention = LatentAttention(
         embed_dim=width,
         heads=fields.size("num_attention_heads"),
@@ -27,7 +26,7 @@ def read(fields: Fields, model_type: str) -> Model:
         nope_dim=fields.size("qk_nope_head_dim"),
         rope_dim=fields.size("qk_rope_head_dim"),
         value_dim=fields.size("v_head_dim"),
-        query_latent_dim=None if query_latent is None else fields.size("q_lora_rank"),
+        query_latent_dim=fields.size_or_none("q_lora_rank"),
         latent_bias=bias,
         o_bias=bias,
     )
@@ -37,16 +36,16 @@ def read(fields: Fields, model_type: str) -> Model:
         layers=tuple(Layer(attention, _feed_forward(fields, i, ffn_bias)) for i in range(layers)),
         vocab=fields.size("vocab_size"),
         tied=fields.flag("tie_word_embeddings"),
-        trained_context=fields.get("max_position_embeddings"),
+        trained_context=fields.size_or_none("max_position_embeddings"),
     )
 
 
 def _feed_forward(fields: Fields, index: int, bias: bool) -> AnyFeedForward:
     width = fields.size("hidden_size")
-    if index < fields.get("first_k_dense_replace"):
+    if index < fields.count_or("first_k_dense_replace", 0):
         return FeedForward(width, fields.size("intermediate_size"), bias=bias)
     expert = fields.size("moe_intermediate_size")
-    shared = fields.get("n_shared_experts")
+    shared = fields.count_or("n_shared_experts", 0)
     return Experts(
         FeedForward(width, expert),
         fields.size("n_routed_experts", "num_local_experts"),
