@@ -282,6 +282,44 @@ def test_restricting_for_good_and_freeing() -> None:
     to_checkpoint(model, "llama")
 
 
+def test_restricting_a_transformers_model_is_for_good() -> None:
+    require("models")
+    model, ids = families.build("llama"), tokens(1, 23)
+    names = [f"model.layers.{place}.self_attn" for place in range(2)]
+    count = model.config.num_attention_heads
+    windows = HeadWindows(4, 1, dict.fromkeys(names, count), {names[0]: (0, 1)})
+    with torch.no_grad():
+        whole = model(ids).logits
+        with restricted(model, windows):
+            want = model(ids).logits
+        assert model.config._attn_implementation != "multihead"
+        restrict(model, windows)
+        assert model.config._attn_implementation == "multihead"
+        assert torch.equal(model(ids).logits, want)
+        assert not torch.allclose(want, whole, atol=1e-3)
+        restrict(model, HeadWindows(4, 1, windows.heads, {}))
+        assert torch.allclose(model(ids).logits, whole, atol=1e-5)
+
+
+def test_a_model_that_reads_no_windows_is_refused() -> None:
+    require("models")
+    import transformers
+
+    config = transformers.BloomConfig(vocab_size=41, hidden_size=32, n_layer=1, n_head=4)
+    model, name = transformers.BloomForCausalLM(config), "transformer.h.0.self_attention"
+    windows = HeadWindows(4, 1, {name: 4}, {name: (0,)})
+    with pytest.raises(mh.ModelError, match="computes attention in its own code"):
+        restrict(model, windows)
+    with pytest.raises(mh.ModelError, match="its own code"), restricted(model, windows):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [(0, 0, 1), (0.5,), (True,)])
+def test_restricted_heads_are_integers_each_once(wrong: tuple) -> None:
+    with pytest.raises(mh.ArgumentError, match="integers, each once"):
+        HeadWindows(4, 1, {"x": 4}, {"x": wrong})
+
+
 def test_mistakes_are_named() -> None:
     model, text = model_of(), tokens(120)
     for options, message in (

@@ -97,7 +97,7 @@ def set_to_multihead(model: nn.Module, stack: ExitStack) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"Only a torch.nn.Module can be watched; got a {type(model).__name__}.")
     inside: set[nn.Module] = set()
-    for part in _transformers_models(model):
+    for part in transformers_models(model):
         if _use(part, stack):
             inside.update(part.modules())
     rest = [module for module in model.modules() if module not in inside]
@@ -146,7 +146,7 @@ def _may_call_attention(module: nn.Module) -> bool:
     return package != "multihead" and not isinstance(module, _OURS)
 
 
-def _transformers_models(model: nn.Module) -> list[nn.Module]:
+def transformers_models(model: nn.Module) -> list[nn.Module]:
     """The outermost transformers models in `model`. Where there is one, transformers is loaded."""
     transformers = sys.modules.get("transformers")
     if transformers is None:

@@ -18,7 +18,7 @@ from ...masks import Causal, Window
 from ...nn import MultiHeadAttention
 from ...nn.checks import check_sizes
 from ...ops.split_key_values import UNBOUNDED
-from ..watching.watch import set_to_multihead
+from ..running import transformers_models
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class HeadWindows:
             raise ArgumentError(f"keep_first must be 0 or above; got {self.keep_first!r}.")
         for name, chosen in self.restricted.items():
             count = self.heads.get(name, 0)
+            if any(type(head) is not int for head in chosen) or len(set(chosen)) < len(chosen):
+                raise ArgumentError(
+                    f"restricted heads must be integers, each once; {name!r} has {list(chosen)}."
+                )
             if any(not 0 <= head < count for head in chosen):
                 raise ArgumentError(
                     f"{name!r} has heads 0 to {count - 1}; got {list(chosen)} to restrict."
@@ -135,7 +139,10 @@ def restrict(model: nn.Module, windows: HeadWindows) -> None:
             multihead's attention and cannot be set to it.
     """
     layers = _layers(model, windows)
-    set_to_multihead(model, ExitStack())  # stays so: the stack is never closed
+    for part in _models_of(model, layers):
+        from ...integrations.transformers import use
+
+        use(part)
     for name, layer in layers.items():
         _set_window(layer, windows.rule(name))
 
@@ -146,7 +153,10 @@ def restricted(model: nn.Module, windows: HeadWindows) -> Iterator[None]:
     layers = _layers(model, windows)
     before = {name: _window_of(layer) for name, layer in layers.items()}
     with ExitStack() as stack:
-        set_to_multihead(model, stack)
+        for part in _models_of(model, layers):
+            from ...integrations.transformers import using
+
+            stack.enter_context(using(part))
         try:
             for name, layer in layers.items():
                 _set_window(layer, windows.rule(name))
@@ -154,6 +164,12 @@ def restricted(model: nn.Module, windows: HeadWindows) -> Iterator[None]:
         finally:
             for name, layer in layers.items():
                 _set_window(layer, before[name])
+
+
+def _models_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The transformers models that some of the layers are in."""
+    chosen = set(layers.values())
+    return [part for part in transformers_models(model) if chosen & set(part.modules())]
 
 
 def _layers(model: nn.Module, windows: HeadWindows) -> dict[str, nn.Module]:
