@@ -184,6 +184,43 @@ def test_one_projection_for_queries_keys_and_values() -> None:
     assert torch.allclose(after, before.clamp(max=tau), rtol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["codegen", "gpt_bigcode", "olmo"])
+def test_projections_that_mix_or_clamp_are_refused(family: str) -> None:
+    require("models")
+    import transformers
+
+    sizes = {"vocab_size": 41, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    gpt = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    llama = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}
+    model = {
+        "codegen": lambda t: t.CodeGenForCausalLM(t.CodeGenConfig(**sizes, **gpt, rotary_dim=8)),
+        "gpt_bigcode": lambda t: t.GPTBigCodeForCausalLM(
+            t.GPTBigCodeConfig(**sizes, **gpt, multi_query=False)
+        ),
+        "olmo": lambda t: t.OlmoForCausalLM(
+            t.OlmoConfig(**sizes, **llama, num_hidden_layers=1, clip_qkv=2.0)
+        ),
+    }[family](transformers)
+    report, _ = measured(model, lambda: model(torch.randint(3, 41, (1, 11))))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(mh.ModelError, match="cannot be clipped"):
+        qk_clip(model, report, tau=1e-9)
+    assert all(torch.equal(before[name], it) for name, it in model.state_dict().items())
+
+
+def test_heads_that_see_nothing_do_not_shift_the_others() -> None:
+    built, x = layer(), torch.randn(1, 9, 21, dtype=torch.float64)
+    visible = torch.ones(1, 6, 9, 9, dtype=torch.bool)
+    visible[:, 0] = False
+    report, before = measured(built, lambda: built(x, mask=visible))
+    tau = float(before[0, 1:].median())
+    weight = built.qkv_proj.weight.clone()
+    clipped = qk_clip(built, report, tau=tau)
+    above = {head for head in range(6) if before[0, head] > tau}
+    assert {it.head for it in clipped} == above
+    assert rows_of(built, weight) == (above, above)
+
+
 def test_every_layer_is_clipped_by_its_own_inputs() -> None:
     """Layers given what they had before: each of them then is at tau."""
     require("models")

@@ -99,16 +99,17 @@ def qk_clip(
     clipped: list[Clipped] = []
     scaled: dict[tuple[int, int, int], _Scaled] = {}
     for place, name in enumerate(report.layers):
-        maxima = report.max_qk[place][report.queries[place] > 0]
-        if not all(map(math.isfinite, maxima)):
+        counted = report.queries[place] > 0
+        maxima = report.max_qk[place]
+        if not all(map(math.isfinite, maxima[counted])):
             raise ModelError(
                 f"{name or type(model).__name__} has a max_qk that is not finite: there is nothing "
                 "to scale it by. Go back to a checkpoint from before, and clip from there on."
             )
-        above = [head for head, max_qk in enumerate(maxima) if max_qk > tau]
+        above = [int(head) for head in (counted & (maxima > tau)).nonzero()[0]]
         if not above:
             continue
-        layout = layout_of(_layer(model, name), name, len(maxima))
+        layout = layout_of(_layer(model, name), name, int(counted.nonzero()[0][-1]) + 1)
         for head in above:
             gamma = tau / float(maxima[head])
             clipped.append(Clipped(name, head, float(maxima[head]), gamma))

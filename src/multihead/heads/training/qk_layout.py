@@ -55,6 +55,7 @@ def layout_of(layer: nn.Module, name: str, heads: int) -> Layout:
     """
     label = f"{name} ({type(layer).__name__})" if name else type(layer).__name__
     _refuse_norms(layer, label)
+    _refuse_clamps(layer, label)
     if isinstance(layer, MultiHeadAttention):
         layout, found = _ours(layer)
     elif isinstance(layer, LatentAttention):
@@ -96,7 +97,7 @@ def _theirs(layer: Any, label: str, heads: int) -> tuple[Layout, list[nn.Module]
         found = [layer.q_attn, layer.c_attn]
         return _split(layer.q_attn, layer.c_attn, 0, heads, heads, width), found
     for both_name in ("qkv_proj", "c_attn"):  # Phi-3's and GPT-2's: queries, keys, values
-        both = getattr(layer, both_name, None)
+        both = None if _is_interleaved(layer) else getattr(layer, both_name, None)
         if isinstance(both, nn.Module) and isinstance(getattr(layer, "head_dim", None), int):
             width = layer.head_dim
             kv_heads, rest = divmod(_outputs(both, label) - heads * width, 2 * width)
@@ -107,6 +108,11 @@ def _theirs(layer: Any, label: str, heads: int) -> tuple[Layout, list[nn.Module]
         "heads is not known here. Known are projections like those of Llama, Phi-3, GPT-2, BERT, "
         "BART, T5 and DeepSeek, MultiHeadAttention and LatentAttention."
     )
+
+
+def _is_interleaved(layer: Any) -> bool:
+    """Whether queries, keys and values alternate: by shards (CodeGen), or by heads (GPTBigCode)."""
+    return hasattr(layer, "mp_num") or getattr(layer, "multi_query", None) is False
 
 
 def _split(
@@ -149,6 +155,15 @@ def _refuse_norms(layer: nn.Module, label: str) -> None:
         "scale of the weights, and has one gain for all heads. It bounds the logits itself; if "
         "they are too large, regularize or lower the gain of the norm."
     )
+
+
+def _refuse_clamps(layer: Any, label: str) -> None:
+    bound = getattr(getattr(layer, "config", layer), "clip_qkv", None)
+    if bound is not None:
+        raise ModelError(
+            f"{label} cannot be clipped: its clip_qkv of {bound:g} clamps queries and keys, so "
+            "that logits do not follow the scale of the weights. It bounds the logits itself."
+        )
 
 
 def _outputs(projection: nn.Module, label: str) -> int:
