@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -313,6 +314,16 @@ def report_of(max_qk: list[list[float]], entropy: list[list[float]], **options) 
     return StabilityReport(12, names, **arrays, queries=counts, share_queries=counts, **options)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_broke_is_said_to_have() -> None:
+    nothing = [[math.nan, math.nan]]
+    thresholds = StabilityThresholds(max_qk=math.inf)
+    report = report_of(nothing, nothing, thresholds=thresholds)
+    assert str(report).startswith("step 12: no max_qk is finite; 2 of 2 heads:\nlayer 0 head 0:")
+    read = json.loads(report.to_json(), parse_constant=lambda it: pytest.fail(it))
+    assert read["thresholds"] == {"max_qk": None, "entropy": 0.1}
+
+
 def test_plain_words() -> None:
     report = report_of([[3.0, 212.4], [math.inf, 150.0, 9.0]], [[0.05, 0.02], [0.5, 2.0, 1.0]])
     assert str(report).splitlines() == [
@@ -392,6 +403,16 @@ def test_a_callback_checks_its_tau() -> None:
         trainer_callback(stability(nn.Linear(2, 2)), clip=-1.0)
 
 
+def test_the_trainers_callback_refuses_to_clip_by_one_of_several_processes() -> None:
+    require("models")
+    clipping = trainer_callback(stability(nn.Linear(2, 2)), clip=100.0)
+    alone, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+    clipping.on_train_begin(alone, None, None)
+    with pytest.raises(mh.ArgumentError, match=r"2 processes train.*all_reduced"):
+        clipping.on_train_begin(two, None, None)
+    trainer_callback(stability(nn.Linear(2, 2))).on_train_begin(two, None, None)
+
+
 def test_the_formula_agrees() -> None:
     """The layer that is watched computes the textbook's attention."""
     layer = mh.MultiHeadAttention(12, 2)
@@ -403,6 +424,7 @@ def test_the_formula_agrees() -> None:
 
 _RANK = """
 import sys
+from types import SimpleNamespace
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 import multihead as mh

@@ -139,7 +139,7 @@ class StabilityReport:
                 "layers": list(self.layers),
                 **tables,
                 "queries": self.queries.tolist(),
-                "thresholds": vars(self.thresholds),
+                "thresholds": {it: _finite(value) for it, value in vars(self.thresholds).items()},
                 "findings": [
                     {**vars(finding), "max_qk": _finite(finding.max_qk)}
                     | {"entropy": _finite(finding.entropy)}
@@ -151,12 +151,14 @@ class StabilityReport:
     def _summary(self) -> str:
         if not self._heads():
             return "no queries were counted"
+        count = len(self.findings)
+        verdict = "no head is reported" if not count else f"{count} of {len(self._heads())} heads:"
         finite = np.where(np.isfinite(self.max_qk), self.max_qk, -np.inf)
+        if not np.isfinite(finite).any():
+            return f"no max_qk is finite; {verdict}"
         layer, head = (int(it) for it in np.unravel_index(finite.argmax(), finite.shape))
         largest = f"largest max_qk {_short(float(finite[layer, head]))} (layer {layer} head {head})"
         entropy = np.nanmean(np.where(self.queries > 0, self.entropy, np.nan))
-        count = len(self.findings)
-        verdict = "no head is reported" if not count else f"{count} of {len(self._heads())} heads:"
         return f"{largest}, mean entropy {entropy:.2f} nats; {verdict}"
 
     def _kind(self, max_qk: float, entropy: float) -> Kind | None:

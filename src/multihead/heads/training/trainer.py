@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import ArgumentError
 from ...integrations.extras import import_extra
 from .diagnosis import StabilityReport
 from .qk_clip import checked_tau, qk_clip
@@ -26,8 +27,10 @@ def trainer_callback(
         on_report: called with each report. By default reports with findings are logged as warnings
             of the logger "multihead".
         clip: tau of `qk_clip`, which then follows each step of the optimizer that was looked at:
-            give the monitor `every=1`. Clipping is of this process's maxima alone, so that it is
-            refused where several processes train.
+            give the monitor `every=1`.
+
+    Training begins with an ArgumentError where clipping is asked for and several processes train:
+    each would clip by the maxima of its own samples.
 
     Raises:
         MissingExtraError: transformers is absent.
@@ -39,6 +42,14 @@ def trainer_callback(
 
     class StabilityCallback(base):  # type: ignore[misc, valid-type]
         """Ends a step of the monitor after each of the optimizer's."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if clip is not None and args.world_size > 1:
+                raise ArgumentError(
+                    f"clip={clip:g} goes by the maxima of one process, but {args.world_size} "
+                    "processes train. Leave clip out, and call qk_clip(model, all_reduced(report)) "
+                    "in a callback of your own."
+                )
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             report = monitor.step()
