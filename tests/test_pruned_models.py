@@ -278,6 +278,16 @@ def test_nothing_is_pruned_where_something_cannot_be():
     assert model.config is config
 
 
+def test_an_adapter_in_one_layer_of_ours_leaves_all_whole():
+    model = tiny.language_model()
+    last = model.blocks[-1].attention
+    last.out_proj = torch.nn.Sequential(last.out_proj)
+    before = outputs(model, IDS)
+    with pytest.raises(mh.DtypeError, match="Merge adapters"):
+        prune(model, GROUP | {(1, head) for _, head in GROUP})
+    assert torch.equal(outputs(model, IDS), before)
+
+
 @pytest.mark.usefixtures("_theirs")
 def test_what_has_other_parts_is_refused():
     from transformers import Olmo2Config, Olmo2ForCausalLM

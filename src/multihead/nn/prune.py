@@ -105,9 +105,7 @@ def prune_heads(layer: MultiHeadAttention, heads: Iterable[int]) -> None:
     """
     before = pruned_of(layer)
     after = before.without(heads)
-    linears = [layer.qkv_proj] if layer.context_dim is None else [layer.q_proj, layer.kv_proj]
-    for linear in (*linears, layer.out_proj):
-        check_plain(linear)
+    check_prunable(layer)
     query = places(before.kept, after.kept)
     kv = places(before.kept_kv, after.kept_kv)
     query_rows = lanes(query, layer.head_dim)
@@ -129,6 +127,13 @@ def prune_heads(layer: MultiHeadAttention, heads: Iterable[int]) -> None:
     layer.window = _window_of(layer.window, query)
     layer.num_heads, layer.num_kv_heads = len(query), len(kv)
     layer.pruned = after
+
+
+def check_prunable(layer: MultiHeadAttention) -> None:
+    """Raise DtypeError where a projection is no `torch.nn.Linear` with plain weights."""
+    linears = [layer.qkv_proj] if layer.context_dim is None else [layer.q_proj, layer.kv_proj]
+    for linear in (*linears, layer.out_proj):
+        check_plain(linear)
 
 
 def pruned_of(layer: MultiHeadAttention) -> Pruned:

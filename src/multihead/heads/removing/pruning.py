@@ -13,6 +13,7 @@ from ...integrations import hf_pruning
 from ...integrations.attention_layers import AttentionLayer, Head, attention_layers, by_layer
 from ...models import Encoder, EncoderDecoder, LanguageModel
 from ...nn import MultiHeadAttention, prune_heads
+from ...nn.prune import check_prunable
 
 load_pruned = hf_pruning.load_pruned
 
@@ -77,7 +78,10 @@ def _prune_ours(
                 "pruned, only ablated: its description counts heads of self-attentions."
             )
     for index, gone in heads.items():
+        module = layers[index].module
+        assert isinstance(module, MultiHeadAttention)
         layers[index].pruned.without(gone, f"layer {index}")
+        check_prunable(module)
     for index, gone in heads.items():
         module = layers[index].module
         assert isinstance(module, MultiHeadAttention)
