@@ -212,6 +212,12 @@ def test_strongest_tokens_are_those_of_the_mean_row() -> None:
     assert int(one.tokens) == int(found.vocabulary(0, 2, -1).argmax())
 
 
+@pytest.mark.parametrize("rows", [slice(5, 2), slice(9, None, -3), slice(-4, None, 2), slice(0)])
+def test_slices_choose_rows_as_they_do_of_a_list(rows) -> None:
+    found = heads.writing(ours("rope", torch.float64), tiny.tokens(LENGTH))
+    assert torch.equal(found.outputs(1, rows), found.outputs(1, list(range(LENGTH))[rows]))
+
+
 def test_strongest_heads_are_those_of_the_attribution() -> None:
     found = heads.writing(ours("learned", torch.float64), tiny.tokens(LENGTH))
     added = found.attribution(5, -1, against=11)[..., 0, 0]
@@ -350,6 +356,7 @@ def test_what_is_no_norm_is_refused() -> None:
         (lambda it: it.vocabulary(0, 6, 0), "head must be from 0 to 5 in layer 0; got 6"),
         (lambda it: it.top_tokens(0, 0, k=0), "k must be from 1 to 101"),
         (lambda it: it.top_tokens(0, 0, []), "rows must hold at least one query"),
+        (lambda it: it.strongest(5, -1, k=-1), "k must be 0 or more heads; got -1"),
     ],
 )
 def test_what_there_is_not_is_refused(ask, message) -> None:

@@ -20,7 +20,7 @@ def row_index(rows: Rows, length: int, device: torch.device) -> Tensor:
     Raises ArgumentError for others.
     """
     if isinstance(rows, slice):
-        return torch.arange(*rows.indices(length), device=device)
+        return torch.tensor(range(length)[rows], dtype=torch.long, device=device)
     index = integers(rows)
     if index is None:
         raise ArgumentError(f"rows must be integers or a slice; got {rows!r}.")

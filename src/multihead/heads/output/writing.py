@@ -176,7 +176,12 @@ class Writing:
     def strongest(
         self, token: int, row: int, *, against: int | None = None, k: int = 10
     ) -> list[tuple[int, int, float]]:
-        """Layer, head and attribution of the `k` heads that add most to one token's logit."""
+        """Layer, head and attribution of the `k` heads that add most to one token's logit.
+
+        Raises ArgumentError for a negative k, and as `attribution` does.
+        """
+        if k < 0:
+            raise ArgumentError(f"k must be 0 or more heads; got {k}.")
         added_lh = self.attribution(token, row, against=against)[..., 0, 0].nan_to_num(-torch.inf)
         values, places = added_lh.flatten().topk(min(k, sum(self.heads)))
         widest = added_lh.shape[1]
