@@ -105,6 +105,19 @@ def test_mean_writes_one_vector_for_all_tokens():
         torch.testing.assert_close(outputs(model, other), expected, rtol=0, atol=1e-12)
 
 
+def test_means_of_a_model_in_training_are_those_of_eval_mode():
+    model = tiny.language_model().double().train()
+    for block in model.blocks:
+        block.attention.dropout = 0.5
+    layers, ids = attention_layers(model), tiny.tokens(3, 7)
+    state = torch.get_rng_state()
+    means = head_means(model, layers, ids)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    for index, mean in head_means(model.eval(), layers, ids).items():
+        assert torch.equal(means[index], mean)
+
+
 def test_padding_is_no_part_of_a_mean():
     require("models")
     model = families.build("llama").double()

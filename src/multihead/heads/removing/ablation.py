@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError, DtypeError
 from ...integrations.attention_layers import AttentionLayer, Head, attention_layers, by_layer
+from ..loss import evaluating
 
 How = Literal["zero", "mean", "resample"]
 
@@ -52,8 +53,8 @@ def ablate(
             the model has them, cross-attention among them; heads have the numbers that they had
             before any were pruned.
         how: "zero" writes zeros; "mean" the head's mean output over the calibration batch, one
-            vector for all tokens; "resample" the head's output for another row of the batch, at the
-            same column, as texts of one length have them.
+            vector for all tokens, taken in eval mode; "resample" the head's output for another row
+            of the batch, at the same column, as texts of one length have them.
         calibration: for "mean": token ids [B, L], or arguments of the model by name. Where an
             `attention_mask` [B, L] is among them, padding is left out of the mean.
         seed: for "resample": which row stands in for which. It is the same for all heads and calls.
@@ -141,7 +142,8 @@ def head_means(
 
         return add
 
-    with changing(layers, {layer.index: keep(layer.index) for layer in layers}):
+    changes = {layer.index: keep(layer.index) for layer in layers}
+    with evaluating(model), changing(layers, changes):
         call(model, inputs)
     absent = [layer.index for layer in layers if not counts.get(layer.index)]
     if absent:
