@@ -225,6 +225,16 @@ def test_an_encoder_needs_a_loss_and_takes_one():
         mean_loss(tiny.encoder_decoder().encoder, IDS)
 
 
+def test_what_a_tokenizer_gives_is_one_batch():
+    import collections
+
+    def loss(model, batch):
+        return next_token_loss(model, batch["input_ids"])
+
+    batch = collections.UserDict(input_ids=IDS)  # as transformers' BatchEncoding is
+    assert mean_loss(model(), batch, loss) == mean_loss(model(), IDS)
+
+
 def test_losses_that_hide_the_examples_are_refused():
     whole = model()
     with pytest.raises(

@@ -5,7 +5,7 @@ Shape suffixes: n rows, l length, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,7 +83,7 @@ def example_losses(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
 
 def as_batches(batches: Iterable[Any]) -> list[Any]:
     """Batches as a list; one tensor or one mapping is a single batch."""
-    if isinstance(batches, Tensor | dict):
+    if isinstance(batches, Tensor | Mapping):
         return [batches]
     return list(batches)
 
