@@ -11,7 +11,7 @@ import multihead as mh
 import tiny
 from ablated import outputs, zeroed
 from close import assert_close
-from multihead.heads import ablate, load_pruned, mean_loss, prune
+from multihead.heads import HeadWindows, ablate, load_pruned, mean_loss, prune, restrict
 from multihead.integrations import load_checkpoint, save_checkpoint
 from multihead.integrations.attention_layers import attention_layers
 from multihead.models.checkpoints import build as build_ours
@@ -286,6 +286,19 @@ def test_an_adapter_in_one_layer_of_ours_leaves_all_whole():
     with pytest.raises(mh.DtypeError, match="Merge adapters"):
         prune(model, GROUP | {(1, head) for _, head in GROUP})
     assert torch.equal(outputs(model, IDS), before)
+
+
+@pytest.mark.usefixtures("_theirs")
+def test_restricted_heads_of_transformers_keep_their_windows():
+    model = families.build("llama")
+    names = [f"model.layers.{place}.self_attn" for place in range(2)]
+    restrict(model, HeadWindows(2, 1, dict.fromkeys(names, 6), {names[0]: (0, 1, 2, 4)}))
+    expected = zeroed(model, GROUP)
+    assert_close(
+        outputs(pruned(model, GROUP), IDS),
+        outputs(expected.double(), IDS),
+        outputs(expected.float(), IDS),
+    )
 
 
 @pytest.mark.usefixtures("_theirs")

@@ -19,10 +19,20 @@ from ..errors import ModelError
 from ..models import EncoderConfig
 from ..models.checkpoints import read_config
 from ..models.checkpoints.pruned import FIELD, numbers
-from ..nn.prune import Pruned, check_plain, keep_inputs, keep_outputs, lanes, places, selected
+from ..nn.prune import (
+    Pruned,
+    check_plain,
+    keep_inputs,
+    keep_outputs,
+    lanes,
+    places,
+    selected,
+    window_of_heads,
+)
 from .attention_layers import PRUNED, AttentionLayer, attention_layers, is_conv1d
 from .checkpoints import CONFIG, read_json
 from .extras import import_extra
+from .hf_windows import head_window, set_head_window
 
 _COUNTS = {  # what families call the numbers of their heads
     "query": ("num_heads", "num_attention_heads"),
@@ -70,6 +80,7 @@ def prune_layer(layer: AttentionLayer, after: Pruned) -> None:
         keep_inputs(_projections(layer)[-1], query_lanes)
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         module.sinks = selected(module.sinks, torch.tensor(query, dtype=torch.long), 0)
+    set_head_window(module, window_of_heads(head_window(module), query))
     counts = {"query": len(query), "kv": len(kv)}
     for which, names in _COUNTS.items():
         for name in names:

@@ -124,7 +124,7 @@ def prune_heads(layer: MultiHeadAttention, heads: Iterable[int]) -> None:
     keep_inputs(layer.out_proj, lanes(query, layer.value_dim))
     if layer.sinks is not None:
         layer.sinks = selected(layer.sinks, torch.tensor(query, dtype=torch.long), 0)
-    layer.window = _window_of(layer.window, query)
+    layer.window = window_of_heads(layer.window, query)
     layer.num_heads, layer.num_kv_heads = len(query), len(kv)
     layer.pruned = after
 
@@ -183,7 +183,7 @@ def check_plain(linear: nn.Module) -> None:
     )
 
 
-def _window_of(window: Window | None, heads: Sequence[int]) -> Window | None:
+def window_of_heads(window: Window | None, heads: Sequence[int]) -> Window | None:
     """A window for these heads: bounds that differ by head are selected."""
     if window is None:
         return None
