@@ -1,6 +1,7 @@
 """Descriptions of modules and files, held against what they describe."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import families
 import multihead as mh
 from multihead import cost
 from multihead.errors import ArgumentError, DtypeError, ModelError
+from multihead.heads import prune
+from multihead.integrations.attention_layers import attention_layers
 from multihead.integrations.cost_gguf import describe_gguf
 from multihead.integrations.cost_sources import describe
 from multihead.models import (
@@ -165,6 +168,52 @@ def test_encoder_decoders(shared):
     assert total(describe(model)) == numel(model)
     with pytest.raises(ArgumentError, match="describe the EncoderDecoder"):
         describe(model.decoder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "bert"])
+def test_pruned_models_of_transformers(family):
+    require("models")
+    model = families.build(family)
+    group = attention_layers(model)[1].pruned.group
+    prune(model, {(1, head) for head in range(group)})
+    described = describe(model)
+    assert cost.parameters_of(described).total == numel(model)
+    whole, less = (layer.attention for layer in described.layers)
+    assert (less.heads, less.kv_heads) == (whole.heads - group, whole.kv_heads - 1)
+    again = cost.from_transformers(json.loads(model.config.to_json_string()))
+    assert again.layers == described.layers
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ({"0": [0, 1, 2, 3]}, "leaves layer 0 no head"),
+        ({"0": [4]}, r"names heads that layer 0 does not have: \[4\]"),
+        ({"0": [0]}, "KV groups of different size"),
+        ({"2": [0]}, "names layer 2, but there are 1 layers"),
+        ([1], "must be of the form"),
+    ],
+)
+def test_pruned_heads_that_cannot_be_are_refused(gone, message):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 11,
+        "multihead_pruned_heads": gone,
+    }
+    with pytest.raises(ArgumentError, match=message):
+        cost.from_transformers(config)
+
+
+def test_one_name_of_the_field_of_pruned_heads():
+    from multihead.cost.families.pruned import FIELD
+    from multihead.models.checkpoints import pruned
+
+    assert FIELD == pruned.FIELD
 
 
 def test_what_was_changed_is_refused():

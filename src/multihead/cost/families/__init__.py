@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from multihead.cost.families import decoders, encoders, gpt2, latent, seq2seq
 from multihead.cost.families.fields import Fields
+from multihead.cost.families.pruned import without_pruned_heads
 from multihead.cost.model import Model
 from multihead.errors import ArgumentError
 
@@ -29,7 +30,7 @@ def from_transformers(config: object, *, name: str = "") -> Model:
 
     Args:
         config: a `PretrainedConfig`, anything with the same attributes, or the mapping that a
-            config.json holds.
+            config.json holds. Heads that `multihead.heads.prune` took out are not counted.
         name: what tables call it; by default its type.
 
     Raises:
@@ -53,4 +54,5 @@ def from_transformers(config: object, *, name: str = "") -> Model:
             f"What a model of type {model_type!r} costs is not known here; known are "
             f"{', '.join(MODEL_TYPES)}.{parts}"
         )
-    return replace(_READERS[model_type](fields, model_type), name=name or model_type)
+    described = without_pruned_heads(_READERS[model_type](fields, model_type), fields)
+    return replace(described, name=name or model_type)

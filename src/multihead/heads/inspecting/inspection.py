@@ -90,7 +90,8 @@ class Inspection:
     * `provenance`: model, file, dtype, backend, tokens, times, measured error against float64;
       `instruction_set` is that of the native kernels for this dtype, None where another backend
       served
-    * `cost`: the fields of `multihead.cost.summary`; empty for a model that it does not cover
+    * `cost`: the fields of `multihead.cost.summary`; empty for a model that it does not cover,
+      such as one with a layer whose heads were all pruned
     * `tokens`: the text of each token [N]
     * `statistics`: [L, H] each; names and meanings in `multihead.heads.watching.statistics`
     * `strips`: [L, H, S] each, the statistics of single queries averaged over bins of queries
@@ -211,7 +212,7 @@ def inspect_model(
             "forward_seconds": forward_seconds,
             "peak_rss_bytes": _peak_rss_bytes(),
         },
-        cost={} if pruned else _cost(config, len(tokens.ids), model.dtype),
+        cost=_cost(config, len(tokens.ids), model.dtype),
         tokens=tokens.pieces,
         layers=len(layers),
         heads=first.heads if pruned is None else pruned[0].num_heads,
