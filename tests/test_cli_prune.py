@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 import families
 from ablated import outputs, zeroed
 from multihead import cli
-from multihead.cli.prune import RECORD, parse_share, split_rows, write
+from multihead.cli.prune import RECORD, check_out, parse_share, split_rows, write
 from multihead.errors import InputError, ModelError
 from multihead.heads import load_pruned, mean_loss
 from multihead.heads.removing.removal import remove
@@ -116,6 +116,10 @@ def test_generate_and_inspect_take_the_folder(
     page = capsys.readouterr().out
     assert "= 12 heads on 2 key-value heads a layer, 3 pruned" in page
     assert "Its 9 heads rank" in page
+    assert seen["cost"]["parameters_total"] == document["after"]["parameters"]
+    held = document["after"]["cache_bytes_per_token"]
+    assert seen["cost"]["kv_cache_bytes"] == len(seen["tokens"]) * held
+    assert "KV cache" in page
     ranking = page[page.index("Ranked by") : page.index("Strongest links")]
     assert not any(f" L{layer}H{head} " in ranking for head in heads)
 
@@ -132,6 +136,8 @@ def test_a_layer_without_heads_is_inspected(folder: Path, tmp_path: Path, capsys
     entropy = json.loads(capsys.readouterr().out)["statistics"]["entropy"]
     assert entropy[0] == [None] * 6
     assert None not in entropy[1]
+    assert cli.main(["cost", str(tmp_path / "out")]) == 1
+    assert "leaves layer 0 no head" in capsys.readouterr().err
     assert Path(page).stat().st_size > 10_000
 
 
@@ -221,6 +227,34 @@ def test_folders_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: An
         assert cli.main(command(folder, out)) == 2
         assert message in capsys.readouterr().err
     assert (tmp_path / "full" / "notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_full_disk_is_said_to_be_full(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+
+    loaded = load(folder / "model")
+
+    def refuse(part: Path) -> None:
+        (part / "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(loaded.model, "save_pretrained", refuse)
+    with pytest.raises(InputError, match=r"out cannot be written: i/o error: no space left"):
+        write(loaded, tmp_path / "out", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_an_empty_folder_is_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    check_out(tmp_path / "out")
+    write(load(folder / "model"), tmp_path / "out", {"a": 1})
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / RECORD).exists()
+    with pytest.raises(InputError, match="is a folder with files in it"):
+        check_out(tmp_path / "out")
 
 
 def test_nothing_is_left_where_writing_fails(folder: Path, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def check_out(out: Path) -> None:
         )
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file. Name a new folder.")
-    parent = out.absolute().parent
+    parent = out.resolve().parent
     if not parent.is_dir():
         raise InputError(f"--out {out}: there is no folder {parent}.")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -160,9 +160,11 @@ def write(loaded: Any, out: Path, document: dict[str, Any]) -> None:
     Raises:
         InputError: the disk refuses.
     """
-    out = out.absolute()
+    from safetensors import SafetensorError
+
+    target = out.resolve()
     try:
-        part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             with _quiet():
                 loaded.model.save_pretrained(part)
@@ -170,12 +172,12 @@ def write(loaded: Any, out: Path, document: dict[str, Any]) -> None:
             record = json.dumps(document, indent=2) + "\n"
             (part / RECORD).write_text(record, encoding="utf-8")
             part.chmod(0o777 & ~_umask())
-            part.replace(out)
+            part.replace(target)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, SafetensorError) as error:  # the second is what a full disk gives for weights
+        reason = (getattr(error, "strerror", None) or str(error)).lower().rstrip(".")
         raise InputError(f"--out {out} cannot be written: {reason}. Nothing is left.") from error
 
 
