@@ -221,6 +221,17 @@ def test_heads_that_see_nothing_do_not_shift_the_others() -> None:
     assert rows_of(built, weight) == (above, above)
 
 
+def test_masters_of_another_shape_are_refused() -> None:
+    built = layer()
+    report, before = measured(built, lambda: built(torch.randn(1, 9, 21).double()))
+    weight, bias = built.qkv_proj.weight.clone(), built.qkv_proj.bias.clone()
+    masters = {built.qkv_proj.bias: built.qkv_proj.bias.detach()[:7]}
+    with pytest.raises(mh.ArgumentError, match=r"masters must have the shapes .*; got \[7\]"):
+        qk_clip(built, report, tau=float(before.min()) / 2, masters=masters)
+    assert torch.equal(built.qkv_proj.weight, weight)
+    assert torch.equal(built.qkv_proj.bias, bias)
+
+
 def test_every_layer_is_clipped_by_its_own_inputs() -> None:
     """Layers given what they had before: each of them then is at tau."""
     require("models")

@@ -77,8 +77,8 @@ def qk_clip(
         The heads that were scaled, in the model's order.
 
     Raises:
-        ArgumentError: a report over some rows, whose maxima are lower bounds, or a tau that is not
-            above 0.
+        ArgumentError: a report over some rows, whose maxima are lower bounds, a tau that is not
+            above 0, or a master of another shape than its parameter. Nothing is changed.
         ModelError: a head above tau in a layer that cannot be clipped (qk_norm, projections that
             are not known, replaced or sharded); or a max_qk that is not finite. Nothing is changed.
 
@@ -114,8 +114,11 @@ def qk_clip(
             gamma = tau / float(maxima[head])
             clipped.append(Clipped(name, head, float(maxima[head]), gamma))
             _collect(scaled, layout, head, gamma)
+    masters = masters or {}
     for part in scaled.values():
-        part.apply(masters or {})
+        part.check(masters)
+    for part in scaled.values():
+        part.apply(masters)
     return tuple(clipped)
 
 
@@ -135,6 +138,15 @@ class _Scaled:
     begin: int
     length: int
     factor: float
+
+    def check(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
+        """Raise ArgumentError for a master of another shape."""
+        master = masters.get(self.parameter)
+        if master is not None and master.shape != self.parameter.shape:
+            raise ArgumentError(
+                f"masters must have the shapes of their parameters, {list(self.parameter.shape)} "
+                f"for one of them; got {list(master.shape)}, perhaps a shard or a flat copy."
+            )
 
     def apply(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
         """Scale them in place."""
