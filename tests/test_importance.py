@@ -104,6 +104,23 @@ def test_nothing_of_the_model_is_changed():
         assert (gate_gradient(whole, IDS).scores > 0).all()
 
 
+def test_inference_mode_around_it_changes_nothing():
+    expected = gate_gradient(model(), IDS).scores
+    whole = model()
+    with torch.inference_mode():
+        assert (gate_gradient(whole, IDS).scores == expected).all()
+
+
+def test_a_model_without_heads_has_none_to_score():
+    empty = model()
+    prune(empty, {address for unit in head_units(empty) for address in unit.addresses})
+    for score in (gate_gradient, leave_one_out):
+        with pytest.raises(mh.ModelError, match="LanguageModel has no head left"):
+            score(empty, IDS)
+    with pytest.raises(mh.ModelError, match="has no head left"):
+        random_importance(empty, 0)
+
+
 def test_half_precision_is_summed_in_double():
     half = tiny.language_model().bfloat16()
     exact = gate_gradient(tiny.language_model().bfloat16().double(), IDS).scores

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, ModelError
 from ...integrations.attention_layers import AttentionLayer, Head, attention_layers
 from ..loss import Loss, as_batches, evaluating, example_losses, mean_loss, next_token_loss
 from .ablation import Change, ablate, changing
@@ -107,9 +107,12 @@ def head_units(model: nn.Module, kind: UnitKind = "head") -> tuple[Unit, ...]:
 
     Raises:
         ArgumentError: another kind.
-        ModelError: a model whose heads cannot be told apart.
+        ModelError: a model whose heads cannot be told apart, or that has none left.
     """
-    return tuple(unit for layer in attention_layers(model) for unit in _units(layer, kind))
+    units = tuple(unit for layer in attention_layers(model) for unit in _units(layer, kind))
+    if not units:
+        raise ModelError(f"{type(model).__name__} has no head left: all of them were pruned.")
+    return units
 
 
 def gate_gradient(
@@ -140,13 +143,13 @@ def gate_gradient(
 
     Raises:
         ArgumentError: no batch, a loss that is not one number an example, or another kind.
-        ModelError: a model whose heads cannot be told apart, or one that the default loss does not
-            fit.
+        ModelError: a model whose heads cannot be told apart or that has none left, or one that the
+            default loss does not fit.
 
     Source: Michel et al. 2019, section 4.
     """
     layers = attention_layers(model)
-    units = tuple(unit for layer in layers for unit in _units(layer, kind))
+    units = head_units(model, kind)
     batches = as_batches(batches)
     totals = np.zeros(len(units))
     examples = 0
@@ -291,7 +294,7 @@ def _gate_gradients(
         return keep
 
     changes = {layer.index: gate(layer) for layer in layers if layer.heads}
-    with torch.enable_grad(), changing(layers, changes):
+    with torch.inference_mode(False), torch.enable_grad(), changing(layers, changes):
         losses_b = example_losses(loss, model, batch)
         losses_b.sum().backward()
     for found in gates.values():
