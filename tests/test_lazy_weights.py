@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.heads.watching.lazy_weights import KeptCall, LazyRows, LazyWeights
+from multihead.heads.watching.lazy_weights import Copies, KeptCall, LazyRows, LazyWeights
 from multihead.ops import library
 from multihead.ops.problem import ALiBi, describe
 
@@ -49,7 +49,7 @@ def kept(options: dict) -> tuple[KeptCall, Tensor, Tensor]:
     key = torch.randn(B, HKV, L, 8, generator=generator)
     fields = dict(mask=None, bias=None, scale=None, softcap=None, sinks=None, dropout_p=0.0)
     problem = describe(query, key, key, **(fields | options), stats=("lse",))
-    call = KeptCall.of(problem, library.run(problem, "auto")[1]["lse"])
+    call = KeptCall.of(problem, library.run(problem, "auto")[1]["lse"], Copies())
     logits = call.call.query.double() @ call.call.key.double().repeat_interleave(3, 1).mT
     logits = logits * problem.scale
     if problem.softcap is not None:
@@ -190,3 +190,34 @@ def test_indices_that_are_none(index: tuple, message: str) -> None:
     rows = LazyRows(kept({})[0], "softmax")
     with pytest.raises(mh.ArgumentError, match=message):
         rows[index]
+
+
+@pytest.mark.parametrize("what", ["booleans", "padding", "bias", "slopes"])
+def test_what_is_kept_does_not_change_with_the_masks_of_the_caller(what: str) -> None:
+    numbers = torch.ones(L, L) if what != "padding" else torch.ones(1, L)
+    options = {
+        "booleans": lambda: dict(mask=mh.Dense(shown)),
+        "padding": lambda: dict(mask=mh.KeyPadding(shown)),
+        "bias": lambda: dict(bias=numbers),
+        "slopes": lambda: dict(bias=ALiBi(numbers[0, :H])),
+    }
+    shown = numbers.bool()
+    call, weights, _ = kept(options[what]())
+    numbers[:, 1:3] = 5.0
+    shown[:, 1:3] = False
+    torch.testing.assert_close(
+        LazyRows(call, "softmax").detach().double(), weights, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_layers_that_share_a_mask_share_its_copy() -> None:
+    copies = Copies()
+    mask = torch.rand(1, 1, L, L) < 0.5
+    first, second = copies.of(mask), copies.of(mask.clone())
+    assert first.data_ptr() == second.data_ptr() != mask.data_ptr()
+    wide = copies.of(mask.expand(7, 3, L, L))
+    assert wide.shape == (7, 3, L, L)
+    assert wide.untyped_storage().nbytes() == L * L
+    mask.logical_not_()
+    assert torch.equal(copies.of(mask), mask)
+    assert torch.equal(first, ~mask)

@@ -27,25 +27,53 @@ PATTERN, SCORES = "hook_pattern", "hook_attn_scores"
 # Tokens up to which whole matrices are handed out: of 270 heads these are 283 MB in float32.
 MOST_TOKENS = 512
 
+# A model has few kinds of masks, but decoding makes one of another shape at each step.
+_MOST_COPIES = 8
+
 _Index = int | slice | Sequence[int] | Tensor | np.ndarray[Any, Any]
 _AXES = ("batch", "head", "query", "key")
 
 
+class Copies:
+    """Copies of tensors; layers that share a mask share its copy."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[Any, ...], Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        """A tensor's numbers as they are now; what is no tensor as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        once = value.detach()
+        for axis, step in enumerate(value.stride()):
+            once = once.narrow(axis, 0, 1) if step == 0 and value.shape[axis] else once
+        kind = once.shape, once.dtype, once.device
+        copy = self._latest.get(kind)
+        if copy is None or not torch.equal(copy, once):
+            if len(self._latest) >= _MOST_COPIES:
+                del self._latest[next(iter(self._latest))]
+            copy = self._latest[kind] = once.clone()
+        return copy.expand(value.shape)
+
+
 @dataclass(frozen=True, eq=False)
 class KeptCall:
-    """Queries and keys of one call, copied, since caches write to theirs; `lse` [B, H, Lq]."""
+    """Queries, keys, mask and bias of one call, copied, since caches, optimizers and users write
+    to theirs; `lse` [B, H, Lq].
+    """
 
     call: Logits
     lse: Tensor
 
     @classmethod
-    def of(cls, problem: Problem, lse: Tensor) -> KeptCall:
+    def of(cls, problem: Problem, lse: Tensor, copies: Copies) -> KeptCall:
         """What `problem`, whose rows' log-sum-exp is `lse`, leaves to keep."""
+        bias = problem.bias
         call = Logits(
             query=problem.query.detach().clone(),
             key=problem.key.detach().clone(),
-            parts=problem.parts,
-            bias=problem.bias.detach() if isinstance(problem.bias, Tensor) else problem.bias,
+            parts=_parts_copied(problem.parts, copies),
+            bias=ALiBi(copies.of(bias.slopes)) if isinstance(bias, ALiBi) else copies.of(bias),
             scale=problem.scale,
             softcap=problem.softcap,
         )
@@ -248,6 +276,11 @@ def _taken(call: Logits, samples: Tensor, heads: Tensor) -> Logits:
         scale=call.scale,
         softcap=call.softcap,
     )
+
+
+def _parts_copied(parts: MaskParts, copies: Copies) -> MaskParts:
+    names = (*_PER_SAMPLE, "left", "right")
+    return replace(parts, **{name: copies.of(getattr(parts, name)) for name in names})
 
 
 _PER_SAMPLE = (

@@ -17,7 +17,7 @@ from ...ops.problem import Problem
 from ..running import Running, inside_backward, observing, running_modules, set_to_multihead
 from .choice import Choice, Keep, choose
 from .histogram import Counts as IntegerTable
-from .lazy_weights import KeptCall, LazyWeights
+from .lazy_weights import Copies, KeptCall, LazyWeights
 from .record import HeadRecord, joined
 from .statistics import RowStatistics, row_statistics
 from .totals import HeadTotals
@@ -108,6 +108,7 @@ class Heads:
         self._totals: dict[str, HeadTotals] = {}
         self._heads: dict[str, int] = {}
         self._kept: dict[str, KeptCall] = {}
+        self._copies = Copies()
         self._dtypes: set[str] = set()
         self._backends: set[str] = set()
 
@@ -174,7 +175,7 @@ class Heads:
         self._dtypes.add(str(problem.query.dtype).removeprefix("torch."))
         self._backends.add(dispatch.choose(problem).NAME)
         if self._choice.keep_weights:
-            self._kept[layer] = KeptCall.of(problem, stats["lse"])
+            self._kept[layer] = KeptCall.of(problem, stats["lse"], self._copies)
 
     def _nothing_seen(self) -> str:
         name = type(self._model).__name__
