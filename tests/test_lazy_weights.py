@@ -221,3 +221,18 @@ def test_layers_that_share_a_mask_share_its_copy() -> None:
     mask.logical_not_()
     assert torch.equal(copies.of(mask), mask)
     assert torch.equal(first, ~mask)
+
+
+def test_samples_are_iterated_over() -> None:
+    call, weights, _ = kept({})
+    rows = list(LazyRows(call, "softmax"))
+    assert len(rows) == B
+    for row, want in zip(rows, weights, strict=True):
+        torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [None, "a", ["a"], {}])
+def test_what_is_no_index_is_refused(wrong: object) -> None:
+    call, _, _ = kept({})
+    with pytest.raises(mh.ArgumentError, match="The head axis takes an integer, a slice or a list"):
+        LazyRows(call, "softmax")[0, wrong]

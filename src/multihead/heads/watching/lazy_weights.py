@@ -126,6 +126,9 @@ class LazyRows:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[sample] for sample in range(len(self)))
+
     def __repr__(self) -> str:
         return f"LazyRows(shape={list(self.shape)})"
 
@@ -247,7 +250,10 @@ def _places(part: _Index, size: int, axis: str, device: torch.device) -> Tensor:
     """The places along an axis that an index names: int64."""
     if isinstance(part, slice):
         return torch.arange(*part.indices(size), device=device)
-    places = torch.as_tensor(part, device=device)
+    try:
+        places = torch.as_tensor(part, device=device)
+    except (RuntimeError, TypeError, ValueError):
+        places = torch.empty(0)
     if places.dtype.is_floating_point or places.dtype == torch.bool or places.ndim > 1:
         raise ArgumentError(
             f"The {axis} axis takes an integer, a slice or a list of integers; got {part!r}."
