@@ -25,7 +25,8 @@ class Queries:
     """The queries of one call and the columns that are named after them.
 
     `first`, `own` and `previous` are int64 [B|1, Lq]: the columns of the first key of each query's
-    text, of its own key and of the key before that; -1 where no column is. `keys` is int64
+    text, of its own key (in self-attention) and of the key before that; -1 where no column is.
+    `keys` is int64
     [B|1, H|1, Lq], how many keys a query sees; `real` is bool of that shape.
     """
 
@@ -58,7 +59,7 @@ def queries_of(call: Logits, *, self_attention: bool = True) -> Queries:
         real_bhq = real_bhq & _own_key_is_real(call, own_bq)[:, None]
     return Queries(
         first=_first(call, own_bq),
-        own=own_bq,
+        own=own_bq if self_attention else torch.full_like(own_bq, -1),
         previous=_previous(call.parts),
         keys=keys_bhq,
         real=real_bhq,
