@@ -191,6 +191,17 @@ def test_a_context_that_a_cache_holds_is_another_sequence_too() -> None:
     assert heads.queries.tolist() == [[14, 14]]
 
 
+def test_no_text_begins_in_a_cross_attention() -> None:
+    """Each step's query stands where the only key stands."""
+    cross = mh.MultiHeadAttention(12, 3, context_dim=5)
+    context = torch.randn(1, 1, 5)
+    with torch.no_grad(), mh.watch(cross) as heads:
+        for _ in range(4):
+            cross(torch.randn(1, 1, 12), context)
+    assert heads.record().tokens == 4
+    assert heads.record().one_text
+
+
 def test_what_sees_nothing_does_not_count() -> None:
     layer = mh.MultiHeadAttention(12, 3)
     visible = torch.ones(5, 5, dtype=torch.bool)
@@ -304,6 +315,34 @@ def test_an_error_inside_the_model_leaves_the_next_call_right() -> None:
         layer(torch.randn(1, 5, 12))
     assert heads.layers == ("0",)
     assert (heads.queries == 5).all()
+
+
+def test_an_interrupted_call_leaves_nothing_running() -> None:
+    """No hooks run after a KeyboardInterrupt."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([mh.MultiHeadAttention(12, 3)])
+            self.is_interrupted = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner[0](x)
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return y
+
+    model, other = nn.Sequential(Model()), mh.MultiHeadAttention(12, 3)
+    x = torch.randn(1, 5, 12)
+    with torch.no_grad(), mh.watch(model) as heads:
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        other(x)
+        model[0].is_interrupted = False
+        model(x)
+        other(x)
+    assert heads.layers == ("0.inner.0",)
+    assert (heads.queries == 10).all()
 
 
 def test_a_compiled_model_is_seen_too() -> None:

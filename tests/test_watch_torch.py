@@ -496,6 +496,24 @@ def test_a_decoder_of_torch_reads_another_sequence() -> None:
     }
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_context_is_another_sequence_however_it_is_passed(by_name: bool) -> None:
+    class Cross(nn.Module):
+        def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+            other = x if context is None else context
+            mask = torch.arange(other.shape[-2]) < 6  # at most
+            return F.scaled_dot_product_attention(x, other, other, attn_mask=mask[None])
+
+    model = Cross()
+    x, context = draw(2, 3, 4, 5), draw(2, 3, 10, 5)
+    with torch.no_grad(), mh.watch(model) as heads:
+        model(x, context=context) if by_name else model(x, context)
+    assert heads.queries.tolist() == [[8, 8, 8]]
+    with torch.no_grad(), mh.watch(model) as alone:
+        model(context, context=None) if by_name else model(context, None)
+    assert alone.queries.tolist() == [[12, 12, 12]]
+
+
 def test_layers_of_ours_and_of_torch_in_one_model() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,34 +24,62 @@ _OTHER_SEQUENCE = ("encoder_hidden_states", "key_value_states", "context")
 _OURS = (MultiHeadAttention, LatentAttention)
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A module that runs in the call of `frame`; `reads_other` says whether of a second sequence"""
+
+    name: str
+    module: nn.Module
+    reads_other: bool
+    frame: types.FrameType
+
+
 class Running:
     """Which modules of a model are running, innermost last."""
 
     def __init__(self) -> None:
-        self._stack: list[tuple[str, nn.Module, bool]] = []
+        self._stack: list[_Run] = []
         self.runs = 0
 
     @property
     def innermost(self) -> str | None:
         """The name of the module that runs now, None outside of the model."""
-        return self._stack[-1][0] if self._stack else None
+        self._forget_interrupted(sys._getframe(1))
+        return self._stack[-1].name if self._stack else None
 
     @property
     def reads_itself(self) -> bool:
         """Whether the module that runs now was given no second sequence to read."""
-        return not (self._stack and self._stack[-1][2])
+        return not (self._stack and self._stack[-1].reads_other)
 
-    def enter(self, name: str, module: nn.Module, reads_other: bool) -> None:
+    def enter(
+        self, name: str, module: nn.Module, reads_other: bool, frame: types.FrameType
+    ) -> None:
+        self._forget_interrupted(frame.f_back)
         if not self._stack:
             self.runs += 1
-        self._stack.append((name, module, reads_other))
+        self._stack.append(_Run(name, module, reads_other, frame))
 
     def leave(self, module: nn.Module) -> None:
         """Forget `module` and whatever it left running."""
         for place in range(len(self._stack) - 1, -1, -1):
-            if self._stack[place][1] is module:
+            if self._stack[place].module is module:
                 del self._stack[place:]
                 return
+
+    def clear(self) -> None:
+        """Forget all that runs."""
+        self._stack.clear()
+
+    def _forget_interrupted(self, frame: types.FrameType | None) -> None:
+        """Forget modules whose call is over: no hooks run after a KeyboardInterrupt."""
+        while self._stack:
+            outer = frame
+            while outer is not None and outer is not self._stack[-1].frame:
+                outer = outer.f_back
+            if outer is not None:
+                return
+            self._stack.pop()
 
 
 @contextmanager
@@ -60,9 +92,14 @@ def running_modules(model: nn.Module) -> Iterator[Running]:
             continue  # takes no hooks
 
         def enter(
-            module: nn.Module, arguments: Any, keywords: Mapping[str, Any], name: str = name
+            module: nn.Module,
+            arguments: Any,
+            keywords: Mapping[str, Any],
+            name: str = name,
+            places: tuple[int, ...] = _places_of_another(type(module)),
         ) -> None:
-            running.enter(name, module, _reads_other(module, arguments, keywords))
+            reads_other = _reads_other(module, arguments, keywords, places)
+            running.enter(name, module, reads_other, sys._getframe(1))
 
         def leave(module: nn.Module, arguments: Any, result: Any) -> None:
             running.leave(module)
@@ -74,6 +111,7 @@ def running_modules(model: nn.Module) -> Iterator[Running]:
     finally:
         for handle in handles:
             handle.remove()
+        running.clear()
 
 
 @contextmanager
@@ -117,14 +155,27 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _reads_other(module: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> bool:
+@lru_cache(maxsize=256)
+def _places_of_another(kind: type[nn.Module]) -> tuple[int, ...]:
+    """Where among the positional arguments of such modules a second sequence may come."""
+    try:
+        names = list(inspect.signature(kind.forward).parameters)[1:]
+    except (TypeError, ValueError):  # one that is not written in Python
+        return ()
+    return tuple(place for place, name in enumerate(names) if name in _OTHER_SEQUENCE)
+
+
+def _reads_other(
+    module: nn.Module, arguments: Any, keywords: Mapping[str, Any], places: tuple[int, ...]
+) -> bool:
     if isinstance(module, MultiHeadAttention):
         # Once a cache holds a context, the layer is called without it.
         return module.context_dim is not None
     if isinstance(module, nn.MultiheadAttention):
         given = dict(zip(("query", "key"), arguments, strict=False)) | dict(keywords)
         return given.get("query") is not given.get("key")
-    return any(keywords.get(key) is not None for key in _OTHER_SEQUENCE)
+    others = [arguments[place] for place in places if place < len(arguments)]
+    return any(it is not None for it in (*others, *map(keywords.get, _OTHER_SEQUENCE)))
 
 
 def _use(part: nn.Module, stack: ExitStack) -> bool:
