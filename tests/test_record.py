@@ -136,6 +136,15 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
         record(texts(2)).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        record(texts(2)).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(mh.InputError, match=r"nowhere.* cannot be written: No such file"):
         record(texts(1)).save(tmp_path / "nowhere" / "x")
 
@@ -163,6 +172,30 @@ def test_a_truncated_file_is_refused(tmp_path) -> None:
     record(texts(1)).save(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(mh.InputError, match="is no record of heads"):
+        HeadRecord.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-1], "is damaged: what it says of its record is no JSON object"),
+        (lambda text: "[]", "is damaged: what it says of its record is no JSON object"),
+        (lambda text: text.replace('"tokens"', '"taken"'), "it does not say the tokens"),
+        (lambda text: text.replace('"layers": [', '"layers": ["x", '), "the heads of every layer"),
+        (lambda text: text.replace('"heads": [[', '"heads": [3, ['), "the heads of every layer"),
+    ],
+)
+def test_a_file_whose_words_are_damaged_is_refused(tmp_path, change, message: str) -> None:
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "heads"
+    record(texts(1)).save(path)
+    with safe_open(path, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        ((key, text),) = file.metadata().items()
+    save_file(arrays, path, {key: change(text)})
+    with pytest.raises(mh.InputError, match=message):
         HeadRecord.load(path)
 
 
@@ -227,8 +260,9 @@ def test_without_pandas_one_sentence_names_the_extra(monkeypatch) -> None:
 
 def test_a_record_cannot_be_written_to() -> None:
     found = record(texts(1))
-    with pytest.raises(ValueError, match="read-only"):
-        found.totals["entropy"].sum[0, 0] = 1.0
+    for one in (found, found.merge(record(texts(2)))):
+        with pytest.raises(ValueError, match="read-only"):
+            one.totals["entropy"].sum[0, 0] = 1.0
     with pytest.raises(AttributeError):
         found.tokens = 3  # type: ignore[misc]
     assert repr(found) == (

@@ -91,9 +91,9 @@ def test_chosen_layers(layers: object, expected: tuple[str, ...]) -> None:
 
 def test_chosen_heads() -> None:
     everything = watched(layers=[0, 1])
-    for heads in ([2], [0, 2], 1):
+    for heads in ([2], [0, 2], 1, np.int64(1), np.array([0, 2])):
         some = watched(layers=[0, 1], heads=heads)
-        columns = [heads] if isinstance(heads, int) else heads
+        columns = np.atleast_1d(heads).tolist()
         for name in STATISTICS:
             assert np.array_equal(some.statistics[name], everything.statistics[name][:, columns])
         assert some.record().heads == (tuple(columns),) * 2
@@ -114,6 +114,9 @@ def test_chosen_heads() -> None:
         (dict(layers=[True]), "names True"),
         (dict(heads=[-1]), "heads must be numbers of heads, from 0; got -1"),
         (dict(heads=[]), "from 0; got none"),
+        (dict(heads=1.0), "heads must be numbers of heads, from 0; got 1.0"),
+        (dict(layers=1.5), r"layers must be names of modules or numbers of blocks; got 1\.5"),
+        (dict(statistics=3), "Unknown statistic 3; a head has entropy"),
         (dict(heads=2), r"heads names head 2, but blocks.2.attention has 2 heads, 0 to 1\."),
         (dict(keep="everything"), "keep must be 'weights' or None; got 'everything'"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -96,7 +96,7 @@ def running_modules(model: nn.Module) -> Iterator[Running]:
             arguments: Any,
             keywords: Mapping[str, Any],
             name: str = name,
-            places: tuple[int, ...] = _places_of_another(type(module)),
+            places: tuple[int, ...] = _places_of_another(type(module).forward),
         ) -> None:
             reads_other = _reads_other(module, arguments, keywords, places)
             running.enter(name, module, reads_other, sys._getframe(1))
@@ -156,10 +156,10 @@ def inside_backward() -> bool:
 
 
 @lru_cache(maxsize=256)
-def _places_of_another(kind: type[nn.Module]) -> tuple[int, ...]:
-    """Where among the positional arguments of such modules a second sequence may come."""
+def _places_of_another(forward: Callable[..., Any]) -> tuple[int, ...]:
+    """Where among the positional arguments of a method a second sequence may come."""
     try:
-        names = list(inspect.signature(kind.forward).parameters)[1:]
+        names = list(inspect.signature(forward).parameters)[1:]
     except (TypeError, ValueError):  # one that is not written in Python
         return ()
     return tuple(place for place, name in enumerate(names) if name in _OTHER_SEQUENCE)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 
 from ...errors import ArgumentError
@@ -73,7 +74,7 @@ def choose(
 
 
 def _modules(model: nn.Module, layers: Sequence[str | int] | str | int) -> frozenset[str]:
-    asked = (layers,) if isinstance(layers, str | int) else tuple(layers)
+    asked = _several(layers, "layers", "names of modules or numbers of blocks")
     if not asked:
         raise ArgumentError("layers is empty; leave it out for all of them.")
     names = [name for name, _ in model.named_modules()]
@@ -107,12 +108,21 @@ def _blocks(names: Sequence[str]) -> Mapping[int, list[str]]:
 
 
 def _heads(heads: Sequence[int] | int) -> tuple[int, ...]:
-    asked = (heads,) if isinstance(heads, int) else tuple(heads)
+    asked = _several(heads, "heads", "numbers of heads, from 0")
     wrong = [it for it in asked if isinstance(it, bool) or not isinstance(it, int) or it < 0]
     if wrong or not asked:
         got = repr(wrong[0]) if wrong else "none"
         raise ArgumentError(f"heads must be numbers of heads, from 0; got {got}.")
     return tuple(sorted(set(asked)))
+
+
+def _several(given: Any, name: str, kind: str) -> tuple[Any, ...]:
+    """One or several, numpy's integers as Python's."""
+    if isinstance(given, str | int | np.integer):
+        given = (given,)
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"{name} must be {kind}; got {given!r}.")
+    return tuple(int(it) if isinstance(it, np.integer) else it for it in given)
 
 
 def _listed(names: Sequence[object]) -> str:

@@ -61,11 +61,13 @@ class HeadRecord:
         """Of arrays [heads], one for each layer, joined to [layers, heads]."""
         fills = {"count": 0, "sum": 0.0, "lowest": np.inf, "highest": -np.inf, "histogram": 0}
         tables = {
-            name: StatisticTotals(
-                **{
-                    array: _frozen(joined([getattr(it, array) for it in layers], fill=fills[array]))
-                    for array in StatisticTotals.arrays()
-                }
+            name: _frozen_totals(
+                StatisticTotals(
+                    **{
+                        array: joined([getattr(it, array) for it in layers], fill=fills[array])
+                        for array in StatisticTotals.arrays()
+                    }
+                )
             )
             for name, layers in totals.items()
         }
@@ -214,7 +216,10 @@ class HeadRecord:
             tokens=self.tokens + other.tokens,
             texts=self.texts + other.texts,
             queries=_frozen(self.queries + other.queries),
-            totals={name: it.plus(other.totals[name]) for name, it in self.totals.items()},
+            totals={
+                name: _frozen_totals(it.plus(other.totals[name]))
+                for name, it in self.totals.items()
+            },
         )
 
     def __repr__(self) -> str:
@@ -248,6 +253,12 @@ def joined(rows: Sequence[Any], *, fill: float) -> Any:
 def _frozen(array: Any) -> Any:
     array.flags.writeable = False
     return array
+
+
+def _frozen_totals(totals: StatisticTotals) -> StatisticTotals:
+    for array in StatisticTotals.arrays():
+        _frozen(getattr(totals, array))
+    return totals
 
 
 def _short(value: object) -> str:

@@ -47,10 +47,12 @@ def save(record: HeadRecord, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        temporary = ""
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise InputError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        if temporary:  # also after a KeyboardInterrupt
+            Path(temporary).unlink(missing_ok=True)
 
 
 def load(path: Path) -> HeadRecord:
@@ -71,8 +73,7 @@ def load(path: Path) -> HeadRecord:
             f"{path} is no record of heads, but another safetensors file. Records are written by "
             "HeadRecord.save."
         )
-    facts = json.loads(metadata[_KEY])
-    _check(path, facts)
+    facts = _facts(path, metadata[_KEY])
     heads = tuple(map(tuple, facts["heads"]))
     shape = (len(facts["layers"]), max(map(len, heads), default=0))
     try:
@@ -97,6 +98,28 @@ def load(path: Path) -> HeadRecord:
         queries=queries,
         totals={name: totals[name] for name in STATISTICS if name in totals},
     )
+
+
+_KINDS = {"model": str, "dtype": str, "backend": str, "tokens": int, "texts": int}
+_KINDS |= {"layers": list, "heads": list, "bins": dict}
+
+
+def _facts(path: Path, text: str) -> dict[str, Any]:
+    """What a file says of its record, of the kinds that `save` wrote."""
+    try:
+        facts = json.loads(text)
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        raise InputError(f"{path} is damaged: what it says of its record is no JSON object.")
+    _check(path, facts)
+    for name, kind in _KINDS.items():
+        if not isinstance(facts.get(name), kind):
+            raise InputError(f"{path} is damaged: it does not say the {name} of its record.")
+    lists = [it for it in facts["heads"] if isinstance(it, list)]
+    if not len(lists) == len(facts["heads"]) == len(facts["layers"]):
+        raise InputError(f"{path} is damaged: it does not say the heads of every layer.")
+    return facts
 
 
 def _check(path: Path, facts: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ Shape suffixes: b batch, h head, q query row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -78,7 +78,7 @@ def checked_statistics(names: Sequence[str] | str | None) -> tuple[str, ...]:
     """
     if names is None:
         return STATISTICS
-    names = (names,) if isinstance(names, str) else tuple(names)
+    names = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
     for name in names:
         if name not in STATISTICS:
             raise ArgumentError(f"Unknown statistic {name!r}; a head has {', '.join(STATISTICS)}.")
