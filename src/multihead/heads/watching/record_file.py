@@ -19,15 +19,33 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _KEY = "multihead.heads"
+_KINDS = {"model": str, "dtype": str, "backend": str, "tokens": int, "texts": int}
+_KINDS |= {"layers": list, "heads": list, "bins": dict}
 
 
 def save(record: HeadRecord, path: Path) -> None:
     """Write `record`: first beside `path`, then in its place."""
-    safetensors = import_extra("safetensors.numpy")
+    arrays, facts = parts_of(record)
+    write_tensors(path, arrays, {_KEY: facts})
+
+
+def load(path: Path) -> HeadRecord:
+    """Read what `save` wrote."""
+    arrays, metadata = read_tensors(path)
+    if _KEY not in metadata:
+        raise InputError(
+            f"{path} is no record of heads, but another safetensors file. Records are written by "
+            "HeadRecord.save."
+        )
+    return of_parts(path, arrays, _facts(path, metadata[_KEY]))
+
+
+def parts_of(record: HeadRecord) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A record as named arrays and JSON values."""
     arrays = {"queries": record.queries}
     for name, totals in record.totals.items():
         arrays |= {f"{name}.{it}": getattr(totals, it) for it in StatisticTotals.arrays()}
-    facts = {
+    return arrays, {
         "format": FORMAT,
         "model": record.model,
         "dtype": record.dtype,
@@ -38,42 +56,14 @@ def save(record: HeadRecord, path: Path) -> None:
         "texts": record.texts,
         "bins": {name: _bins(name) for name in record.totals},
     }
-    content = safetensors.save(arrays, metadata={_KEY: json.dumps(facts)})
-    temporary = ""
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            temporary = file.name
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = ""
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        if temporary:  # also after a KeyboardInterrupt
-            Path(temporary).unlink(missing_ok=True)
 
 
-def load(path: Path) -> HeadRecord:
-    """Read what `save` wrote."""
+def of_parts(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> HeadRecord:
+    """The record that `parts_of` took apart; `path` is named in errors."""
     from .record import HeadRecord
 
-    safe_open = import_extra("safetensors").safe_open
-    if not path.is_file():
-        raise InputError(f"There is no file {path}.")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors raises a class of its own, and OSError
-        raise InputError(f"{path} is no record of heads: {error}") from error
-    if _KEY not in metadata:
-        raise InputError(
-            f"{path} is no record of heads, but another safetensors file. Records are written by "
-            "HeadRecord.save."
-        )
-    facts = _facts(path, metadata[_KEY])
+    _check(path, facts)
+    _check_kinds(path, facts)
     heads = tuple(map(tuple, facts["heads"]))
     shape = (len(facts["layers"]), max(map(len, heads), default=0))
     try:
@@ -100,26 +90,58 @@ def load(path: Path) -> HeadRecord:
     )
 
 
-_KINDS = {"model": str, "dtype": str, "backend": str, "tokens": int, "texts": int}
-_KINDS |= {"layers": list, "heads": list, "bins": dict}
+def write_tensors(path: Path, arrays: dict[str, Any], facts: dict[str, dict[str, Any]]) -> None:
+    """Arrays and JSON values as a safetensors file, whole or not at all."""
+    safetensors = import_extra("safetensors.numpy")
+    metadata = {key: json.dumps(value) for key, value in facts.items()}
+    content = safetensors.save(arrays, metadata=metadata)
+    temporary = ""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        temporary = ""
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        if temporary:  # also after a KeyboardInterrupt
+            Path(temporary).unlink(missing_ok=True)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arrays and the metadata of a safetensors file."""
+    safe_open = import_extra("safetensors").safe_open
+    if not path.is_file():
+        raise InputError(f"There is no file {path}.")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    except Exception as error:  # safetensors raises a class of its own, and OSError
+        raise InputError(f"{path} is no record of heads: {error}") from error
 
 
 def _facts(path: Path, text: str) -> dict[str, Any]:
-    """What a file says of its record, of the kinds that `save` wrote."""
+    """What a file says of its record."""
     try:
         facts = json.loads(text)
     except ValueError:
         facts = None
     if not isinstance(facts, dict):
         raise InputError(f"{path} is damaged: what it says of its record is no JSON object.")
-    _check(path, facts)
+    return facts
+
+
+def _check_kinds(path: Path, facts: dict[str, Any]) -> None:
     for name, kind in _KINDS.items():
         if not isinstance(facts.get(name), kind):
             raise InputError(f"{path} is damaged: it does not say the {name} of its record.")
     lists = [it for it in facts["heads"] if isinstance(it, list)]
     if not len(lists) == len(facts["heads"]) == len(facts["layers"]):
         raise InputError(f"{path} is damaged: it does not say the heads of every layer.")
-    return facts
 
 
 def _check(path: Path, facts: dict[str, Any]) -> None:
