@@ -92,12 +92,20 @@ def vocabulary_size(model: nn.Module) -> int:
 
 def check_positions(model: nn.Module, length: int, remedy: str) -> None:
     """Raise ArgumentError where a model has fewer positions than `length`."""
+    positions = position_count(model)
+    if positions is not None and positions < length:
+        raise ArgumentError(
+            f"{length} tokens are needed, but the model has {positions} positions. {remedy}"
+        )
+
+
+def position_count(model: nn.Module) -> int | None:
+    """How many positions a model was made for; None where nothing tells."""
     for name in ("max_position_embeddings", "max_positions"):
         positions = getattr(_text_config(model), name, None)
-        if isinstance(positions, int) and positions < length:
-            raise ArgumentError(
-                f"{length} tokens are needed, but the model has {positions} positions. {remedy}"
-            )
+        if isinstance(positions, int):
+            return positions
+    return None
 
 
 def is_transformers(model: nn.Module) -> bool:

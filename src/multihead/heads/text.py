@@ -108,7 +108,7 @@ def tokenize(tokenizer: Any, text: Text, max_tokens: int) -> Tokens:
             f"The text ({text.source}) is {len(ids)} token long; attention needs at least two to "
             "choose from. Give a longer text."
         )
-    pieces = [_piece(tokenizer, token) for token in ids]
+    pieces = [piece(tokenizer, token) for token in ids]
     plain = _ids(tokenizer, text.content[:_CHARACTERS_PER_TOKEN], special=False)
     added = ids[0] in tokenizer.all_special_ids and plain[:1] != ids[:1]
     focus, characters = int(added), 0
@@ -182,8 +182,9 @@ def _ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
     return ids
 
 
-def _piece(tokenizer: Any, token: int) -> str:
-    piece: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+def piece(tokenizer: Any, token: int) -> str:
+    """A token's own text, a leading space included."""
+    text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     # SentencePiece marks a word's leading space; decoded alone the word loses it.
     marked = str(tokenizer.convert_ids_to_tokens(token)).startswith("\N{LOWER ONE EIGHTH BLOCK}")
-    return f" {piece}" if marked and not piece.startswith(" ") else piece
+    return f" {text}" if marked and not text.startswith(" ") else text
