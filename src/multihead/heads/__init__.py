@@ -9,6 +9,16 @@ from .probing.role_thresholds import RoleThresholds, calibrate_roles
 from .probing.roles import Role, Roles, find_roles
 from .removing.ablation import ablate
 from .removing.importance import (
+from .ablation import ablate
+from .all_reduce import all_reduced
+from .comparison import Comparison, HeadDifference
+from .corpus import read_corpus
+from .corpus_record import CorpusFacts, CorpusRecord, Link
+from .corpus_text import Document
+from .decoding_cost import DecodingCost, decoding_cost
+from .diagnosis import Finding, StabilityReport, StabilityThresholds
+from .histogram import Quantile
+from .importance import (
     Importance,
     Unit,
     gate_gradient,
@@ -41,7 +51,10 @@ __all__ = [
     "STATISTICS",
     "Clipped",
     "Comparison",
+    "CorpusFacts",
+    "CorpusRecord",
     "DecodingCost",
+    "Document",
     "Finding",
     "HeadDifference",
     "HeadRecord",
@@ -50,6 +63,7 @@ __all__ = [
     "Importance",
     "LazyRows",
     "LazyWeights",
+    "Link",
     "Probes",
     "Quantile",
     "RepeatedToken",
@@ -79,6 +93,7 @@ __all__ = [
     "qk_clip",
     "random_importance",
     "rank_correlation",
+    "read_corpus",
     "removal_curve",
     "restrict",
     "restricted",

@@ -1,0 +1,71 @@
+"""Records of corpora on disk, finished ones and those that a reading goes on from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .corpus_links import SampledLinks, StrongestLinks
+from .corpus_record import CorpusFacts, CorpusRecord
+from .record_file import of_parts, parts_of, read_tensors, write_tensors
+
+FORMAT = 1
+_KEY, _HEADS, _STATE = "multihead.corpus", "multihead.heads", "multihead.corpus.unfinished"
+_KINDS: dict[str, type[StrongestLinks] | type[SampledLinks]] = {
+    "strongest": StrongestLinks,
+    "sampled": SampledLinks,
+}
+
+
+def save(record: CorpusRecord, path: Path, *, unfinished: bool = False) -> None:
+    """Write `record` in the place of `path`, whole or not at all."""
+    arrays, heads = parts_of(record.heads)
+    arrays["firsts"] = record.firsts
+    for kind in _KINDS:
+        links = getattr(record, kind)
+        arrays |= {f"{kind}.{name}": getattr(links, name) for name in links.names()}
+    facts = {
+        "format": FORMAT,
+        "facts": asdict(record.facts),
+        "names": {str(number): name for number, name in record.names.items()},
+        "pieces": {str(token): piece for token, piece in record.pieces.items()},
+    }
+    state: dict[str, dict[str, Any]] = {_STATE: {}} if unfinished else {}
+    write_tensors(path, arrays, {_KEY: facts, _HEADS: heads, **state})
+
+
+def load(path: Path, *, unfinished: bool = False) -> CorpusRecord:
+    """Read what `save` wrote; InputError for a file of the other kind."""
+    arrays, metadata = read_tensors(path)
+    if _KEY not in metadata:
+        raise InputError(f"{path} is no record of a corpus. Those are written by read_corpus.")
+    if unfinished and _STATE not in metadata:
+        raise InputError(f"{path} is a finished record, from which no reading goes on.")
+    if not unfinished and _STATE in metadata:
+        raise InputError(
+            f"{path} is the state of an unfinished reading. read_corpus(..., state=...) with the "
+            "same arguments goes on from it."
+        )
+    content = json.loads(metadata[_KEY])
+    if content.get("format") != FORMAT:
+        raise InputError(f"{path} was written by another version of multihead. Read it again.")
+    facts = content["facts"] | {"special": tuple(content["facts"]["special"])}
+    try:
+        links: dict[str, Any] = {
+            kind: cls(**{name: arrays[f"{kind}.{name}"] for name in cls.names()})
+            for kind, cls in _KINDS.items()
+        }
+        firsts = arrays["firsts"]
+    except KeyError as error:
+        raise InputError(f"{path} is damaged: {error} is missing.") from error
+    return CorpusRecord(
+        heads=of_parts(path, arrays, json.loads(metadata[_HEADS])),
+        facts=CorpusFacts(**facts),
+        firsts=firsts,
+        **links,
+        names={int(number): name for number, name in content["names"].items()},
+        pieces={int(token): piece for token, piece in content["pieces"].items()},
+    )
