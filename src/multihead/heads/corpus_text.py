@@ -161,9 +161,7 @@ def _special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _pieces(text: str | Iterable[str]) -> Iterator[str]:
     """A text in pieces that do not depend on the parts in which it comes."""
     waiting = ""
-    if isinstance(text, str):
-        text = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
-    for part in text:
+    for part in _parts(text) if isinstance(text, str) else text:
         waiting += part
         while len(waiting) > _PIECE:
             end = max(waiting.rfind("\n", 0, _PIECE), waiting.rfind(" ", 0, _PIECE) - 1) + 1
@@ -171,6 +169,11 @@ def _pieces(text: str | Iterable[str]) -> Iterator[str]:
             yield piece
     if waiting:
         yield waiting
+
+
+def _parts(text: str) -> Iterator[str]:
+    for at in range(0, len(text), _PIECE):
+        yield text[at : at + _PIECE]
 
 
 def _of_texts(texts: Iterable[str | Document]) -> Iterator[Document]:
