@@ -55,7 +55,7 @@ def print_header(console: Console, inspection: Inspection) -> None:
         shape += f", {pruned} pruned"
     show(console, shape)
     text = visible(str(facts.get("text", "text")), spaces=False)
-    show(console, f"read {len(inspection.tokens):,} tokens of {text}")
+    show(console, f"read {len(inspection.tokens):,} tokens of one text: {text}")
     console.print()
 
     cost = inspection.cost
