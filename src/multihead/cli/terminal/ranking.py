@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -12,22 +13,28 @@ from rich.text import Text
 from multihead.cli.statistics import RANKED, STATISTICS, StatisticName
 from multihead.cli.terminal.style import HEAD, QUIET, head_name, plain_table, show
 
-if TYPE_CHECKING:
-    from multihead.heads.inspecting.inspection import Inspection
-
 _END = 5
 
 
-def ranked(inspection: Inspection, name: StatisticName) -> list[tuple[int, int]]:
+class HeadStatistics(Protocol):
+    """What has a table [layers, heads] of each statistic: an inspection or a record."""
+
+    @property
+    def statistics(self) -> Mapping[str, Any]:
+        """By name; NaN where there is no head."""
+
+
+def ranked(inspection: HeadStatistics, name: StatisticName) -> list[tuple[int, int]]:
     """All (layer, head), the largest value of `name` first; heads without a value last."""
     values = np.asarray(inspection.statistics[name], dtype=np.float64)
     order = np.argsort(np.where(np.isnan(values), np.inf, -values), axis=None, kind="stable")
     return [(int(index) // values.shape[1], int(index) % values.shape[1]) for index in order]
 
 
-def print_ranking(console: Console, inspection: Inspection, sort: StatisticName) -> None:
+def print_ranking(console: Console, inspection: HeadStatistics, sort: StatisticName) -> None:
     """Print the first and last heads by `sort`; all of them where they are few."""
-    values = inspection.statistics[sort]
+    statistics = inspection.statistics
+    values = statistics[sort]
     places = ranked(inspection, sort)
     order = [place for place in places if not np.isnan(values[place])] or places
     columns = [sort, *(name for name in RANKED if name != sort)]
@@ -45,7 +52,7 @@ def print_ranking(console: Console, inspection: Inspection, sort: StatisticName)
     few = len(order) <= 2 * _END + 1
     for rank, place in enumerate(order):
         if few or rank < _END or rank >= len(order) - _END:
-            _add(table, inspection, rank + 1, place, columns)
+            _add(table, statistics, rank + 1, place, columns)
         elif rank == _END:
             table.add_row(*[Text("⋮", style=QUIET)] * (len(columns) + 2))
     ends = "" if few else f": first and last {_END} of {len(order)} heads"
@@ -62,10 +69,10 @@ def print_ranking(console: Console, inspection: Inspection, sort: StatisticName)
 
 def _add(
     table: Table,
-    inspection: Inspection,
+    statistics: Mapping[str, Any],
     rank: int,
     place: tuple[int, int],
     columns: list[StatisticName],
 ) -> None:
-    shown = (STATISTICS[n].show(float(inspection.statistics[n][place])) for n in columns)
+    shown = (STATISTICS[n].show(float(statistics[n][place])) for n in columns)
     table.add_row(str(rank), Text(head_name(*place), style=HEAD), *shown)
