@@ -11,6 +11,7 @@ from multihead.cli.statistics import DEFAULT, STATISTICS, StatisticName
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 CacheKind = Literal["growing", "static", "window", "paged", "int8"]
+MAX_TOKENS = 2048
 PruneBy = Literal["gate-gradient", "leave-one-out", "random"]
 
 app = typer.Typer(
@@ -79,7 +80,12 @@ def inspect(
         ),
     ] = "smollm2",
     text: Annotated[
-        Path | None, typer.Option(help="Read this UTF-8 text file.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Read this UTF-8 text file; or a corpus: a folder, or a .jsonl file with a text "
+            "a line.",
+            show_default=False,
+        ),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="Read this text instead of a file.", show_default=False)
@@ -99,7 +105,9 @@ def inspect(
             metavar="L3H8", help="The head whose strongest links are shown.", show_default=False
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Read no more tokens than this.")] = 2048,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Read no more tokens than this.")
+    ] = MAX_TOKENS,
     sort: Annotated[
         StatisticName,
         typer.Option(
@@ -118,15 +126,64 @@ def inspect(
             "--roles", help="Also probe which heads are previous-token, induction and other heads."
         ),
     ] = False,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a corpus: read so many tokens, 1m (1,048,576) unless given.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Of a corpus: tokens read at once, never of two documents; 1024 unless given.",
+            show_default=False,
+        ),
+    ] = None,
+    field: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a .jsonl file: where a line has its text, 'text' unless given.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of a corpus: keep the result. If interrupted, the same command goes on.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what one token of a text reads, and what every head of the model does with the text.
 
     Without --text or --prompt, the token is the pronoun of a built-in sentence, and the heads read
     the prose of Python's own documentation.
+
+    Over a corpus (a folder, a .jsonl file, or a text file with --tokens): the statistics of every
+    head, and its strongest links from anywhere in the texts.
+
+    multihead inspect smollm2 --text corpus.jsonl --tokens 1m --out heads.safetensors
     """
+    from multihead.cli.corpus import Options, check_options
+    from multihead.cli.corpus import run as run_corpus
     from multihead.cli.inspect import run
 
+    corpus = Options(text, tokens, context, field, out)
+    if corpus.is_corpus:
+        of_one_text = {
+            "--prompt": prompt is not None,
+            "--token": token is not None,
+            "--max-tokens": max_tokens != MAX_TOKENS,
+            "--report": report is not None,
+            "--roles": roles,
+        }
+        check_options(corpus, of_one_text)
+        run_corpus(model, corpus, head=head, sort=sort, dtype=dtype, as_json=json)
+        return
     run(
         model,
         text=text,

@@ -146,12 +146,12 @@ def check_head(place: tuple[int, int], config: Any) -> None:
         )
 
 
-def check_writable(report: Path) -> None:
-    """Raise InputError where the page cannot be written, before any work."""
-    folder = report.parent
-    if report.is_dir():
-        raise InputError(f"--report {report} is a folder. Name a file, such as heads.html.")
+def check_writable(file: Path, option: str = "--report", example: str = "heads.html") -> None:
+    """Raise InputError where the file cannot be written, before any work."""
+    folder = file.parent
+    if file.is_dir():
+        raise InputError(f"{option} {file} is a folder. Name a file, such as {example}.")
     if not folder.is_dir():
-        raise InputError(f"--report {report}: there is no folder {folder}.")
-    if not os.access(folder, os.W_OK) or (report.exists() and not os.access(report, os.W_OK)):
-        raise InputError(f"--report {report}: no permission to write there.")
+        raise InputError(f"{option} {file}: there is no folder {folder}.")
+    if not os.access(folder, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise InputError(f"{option} {file}: no permission to write there.")
