@@ -1,5 +1,6 @@
 """What every head of a model does, and what would be lost without it."""
 
+from .comparing.similarity import Group, Similarity, similarity
 from .loss import mean_loss, next_token_loss, token_rows
 from .output.writing import Writing, WrittenTokens, writing
 from .probing.probe_scores import ROLES
@@ -56,6 +57,7 @@ __all__ = [
     "DecodingCost",
     "Document",
     "Finding",
+    "Group",
     "HeadDifference",
     "HeadRecord",
     "HeadWindows",
@@ -70,6 +72,7 @@ __all__ = [
     "Role",
     "RoleThresholds",
     "Roles",
+    "Similarity",
     "StabilityMonitor",
     "StabilityReport",
     "StabilityThresholds",
@@ -97,6 +100,7 @@ __all__ = [
     "removal_curve",
     "restrict",
     "restricted",
+    "similarity",
     "stability",
     "streaming",
     "token_rows",
