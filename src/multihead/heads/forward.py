@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -106,6 +106,30 @@ def position_count(model: nn.Module) -> int | None:
         if isinstance(positions, int):
             return positions
     return None
+
+
+def one_text(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Tensor:
+    """The tokens of one text, [L] or [1, L], as int64 [1, L] on the model's device.
+
+    Raises:
+        ArgumentError: no tokens of one text of this model, or more than it has positions.
+        ModelError: a model that tells no size of a vocabulary.
+    """
+    device = next(model.parameters()).device
+    token_ids = torch.as_tensor(input_ids, device=device)
+    if token_ids.ndim == 1:
+        token_ids = token_ids[None]
+    if token_ids.ndim != 2 or len(token_ids) != 1 or not token_ids.numel():
+        raise ArgumentError(
+            f"input_ids must be the tokens of one text, [L] or [1, L]; got "
+            f"{list(token_ids.shape)}. Give the texts of a batch one by one."
+        )
+    size = vocabulary_size(model)
+    whole = not (token_ids.is_floating_point() or token_ids.dtype == torch.bool)
+    if not whole or int(token_ids.min()) < 0 or int(token_ids.max()) >= size:
+        raise ArgumentError(f"input_ids must be integers from 0 to {size - 1}.")
+    check_positions(model, token_ids.shape[1], "Give a shorter text.")
+    return token_ids.long()
 
 
 def is_transformers(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError, ModelError
 from ...ops.weights import weights_at
-from ..forward import check_positions, run, vocabulary_size
+from ..forward import one_text, run
 from .places import Rows, Tokens, integers
 from .writing_record import (
     Unembedding,
@@ -288,7 +288,7 @@ def writing(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Writing:
         ArgumentError: input_ids that are no tokens of one text of this model.
         ModelError: a model that cannot be run so, or whose heads do not meet one output projection.
     """
-    token_ids = _checked_ids(model, input_ids)
+    token_ids = one_text(model, input_ids)
     recorder = WritingRecorder(model, token_ids.shape[1])
     with torch.inference_mode(), recorder.hooks(), last_norm(model) as kept:
         result: Any = run(model, token_ids, recorder, head=True)
@@ -302,24 +302,6 @@ def writing(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Writing:
         _kept=tuple(layers),
         _unembedding=final,
     )
-
-
-def _checked_ids(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Tensor:
-    device = next(model.parameters()).device
-    token_ids = torch.as_tensor(input_ids, device=device)
-    if token_ids.ndim == 1:
-        token_ids = token_ids[None]
-    if token_ids.ndim != 2 or len(token_ids) != 1 or not token_ids.numel():
-        raise ArgumentError(
-            f"input_ids must be the tokens of one text, [L] or [1, L]; got "
-            f"{list(token_ids.shape)}. Call writing once for each text of a batch."
-        )
-    size = vocabulary_size(model)
-    whole = not (token_ids.is_floating_point() or token_ids.dtype == torch.bool)
-    if not whole or int(token_ids.min()) < 0 or int(token_ids.max()) >= size:
-        raise ArgumentError(f"input_ids must be integers from 0 to {size - 1}.")
-    check_positions(model, token_ids.shape[1], "Give a shorter text.")
-    return token_ids.long()
 
 
 def _weight(kept: WritingLayer) -> Tensor:
