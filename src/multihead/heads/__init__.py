@@ -1,5 +1,6 @@
 """What every head of a model does, and what would be lost without it."""
 
+from .comparing.rollout import Rollout, rollout
 from .comparing.similarity import Group, Similarity, similarity
 from .loss import mean_loss, next_token_loss, token_rows
 from .output.writing import Writing, WrittenTokens, writing
@@ -72,6 +73,7 @@ __all__ = [
     "Role",
     "RoleThresholds",
     "Roles",
+    "Rollout",
     "Similarity",
     "StabilityMonitor",
     "StabilityReport",
@@ -100,6 +102,7 @@ __all__ = [
     "removal_curve",
     "restrict",
     "restricted",
+    "rollout",
     "similarity",
     "stability",
     "streaming",

@@ -1,0 +1,166 @@
+"""Attention rollout: how far rows of attention reach when layers pass on what they have read.
+
+Abnar, Zuidema 2020, section 3: with A the mean of a layer's heads and a residual share a, layer l
+turns inputs to outputs by a I + (1 - a) A; the product of these matrices over the layers tells how
+much of a position's state came along from each input token. A row of that product needs no
+product of matrices: the row vector passes through the layers from the top down, and each layer's
+part is formed block by block from its queries, keys and lse. Nothing of size N x N is kept.
+
+Shape suffixes: m row that is asked for, q query, k key, h head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ArgumentError
+from ...ops.problem import Problem
+from ...ops.weights import Places, place_index, weights_at
+from ..forward import LayerObserver, one_text, run
+from ..watching.lazy_weights import KeptCall
+
+# Weights formed at a time: 4M float32 are 16 MiB.
+_BLOCK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """How much of each input token attention carries to some rows.
+
+    Attributes:
+        rows: int64 [rows], the positions that were asked for.
+        shares: [rows, N], the share of each input token; float32 (float64 for a float64 model).
+            Rows sum to 1 less what learned sinks took on the way.
+        residual: the share that each layer passes on without attention.
+        layers: the attention modules by name, the lowest first.
+        heads: for each layer the heads whose mean was taken.
+    """
+
+    rows: Tensor
+    shares: Tensor = field(repr=False)
+    residual: float
+    layers: tuple[str, ...]
+    heads: tuple[tuple[int, ...], ...]
+
+    def top(self, count: int = 5) -> tuple[Tensor, Tensor]:
+        """The tokens with the largest shares, int64 [rows, count], and these, largest first."""
+        shares, tokens = self.shares.topk(min(count, self.shares.shape[1]))
+        return tokens, shares
+
+
+@torch.no_grad()
+def rollout(
+    model: nn.Module,
+    input_ids: Tensor | Sequence[int],
+    rows: int | Places,
+    *,
+    residual: float = 0.5,
+    heads: Mapping[int, Sequence[int]] | None = None,
+) -> Rollout:
+    """Roll the attention of chosen rows out to the input tokens (Abnar, Zuidema 2020).
+
+    Args:
+        model: a transformers model or one of ours with one stack of layers.
+        input_ids: the tokens of one text, [N] or [1, N].
+        rows: positions at the top whose shares are wanted: an int, a slice, integers or an integer
+            tensor, negative ones from the end.
+        residual: the share that the residual stream keeps at each layer; the paper has 0.5. At 0
+            attention alone passes on, at 1 nothing moves.
+        heads: for some layers (numbers in the order in which they run) the heads whose mean is
+            taken; of the others, and unless given of all, that of all heads.
+
+    Memory is O(layers x N x width) for queries and keys and O(rows x N) beside them; time is that
+    of one pass over all pairs below the highest row. Rollout follows weights alone: it knows
+    neither values nor feed-forward layers, and in a causal model shares drift to the first tokens
+    with depth, since all rows see these. What it gives is a description, not an importance.
+
+    Raises:
+        ArgumentError: tokens, rows, a residual, layers or heads that there are not.
+        ModelError: a model that cannot be run or watched so, or that shortens the text.
+    """
+    if not 0 <= residual <= 1:
+        raise ArgumentError(
+            f"residual must be the share from 0 to 1 that passes a layer unchanged; got {residual}."
+        )
+    token_ids = one_text(model, input_ids)
+    length = token_ids.shape[1]
+    chosen = [rows] if isinstance(rows, int) else rows
+    index_m = place_index(chosen, length, "rows", token_ids.device)
+    recorder = _Recorder((1, length))
+    run(model, token_ids, recorder)
+    calls = recorder.calls
+    taken = _checked_heads([it.call.heads for it in calls], heads or {})
+    share_mk = torch.zeros(
+        (len(index_m), length), dtype=calls[-1].call.compute_dtype, device=token_ids.device
+    )
+    share_mk[torch.arange(len(index_m)), index_m] = 1.0
+    for kept, of_layer in zip(reversed(calls), reversed(taken), strict=True):
+        attended_mk = passed_down(kept, share_mk, of_layer)
+        share_mk = residual * share_mk + (1 - residual) * attended_mk
+    return Rollout(
+        rows=index_m,
+        shares=share_mk,
+        residual=float(residual),
+        layers=tuple(recorder.layers),
+        heads=taken,
+    )
+
+
+def passed_down(kept: KeptCall, share_mq: Tensor, heads: Sequence[int]) -> Tensor:
+    """`share_mq @ A`, [m, k], where A [q, k] is the mean of `heads` of a call of one sample.
+
+    Queries without a share in any row are not looked at.
+    """
+    call = kept.call
+    passed_mk = share_mq.new_zeros(len(share_mq), call.key_length)
+    queries = (share_mq != 0).any(0).nonzero()[:, 0]
+    if not len(queries):
+        return passed_mk
+    for block in queries.split(max(1, _BLOCK_ELEMENTS // (call.heads * call.key_length))):
+        begin, end = call.parts.key_bounds(slice(int(block[0]), int(block[-1]) + 1))
+        columns = torch.arange(begin, end, device=block.device)
+        weights_hqk = weights_at(call, kept.lse, block, columns)[0]
+        if len(heads) < call.heads:
+            weights_hqk = weights_hqk[list(heads)]
+        passed_mk[:, begin:end] += share_mq[:, block] @ weights_hqk.mean(0).to(share_mq.dtype)
+    return passed_mk
+
+
+class _Recorder(LayerObserver):
+    """Keeps queries, keys and lse of every layer."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__(shape)
+        self.calls: list[KeptCall] = []
+
+    def wants(self, problem: Problem) -> tuple[str, ...]:
+        return ("lse",)
+
+    def record(self, problem: Problem, out: Tensor, stats: Mapping[str, Tensor]) -> None:
+        self.next_layer(problem)
+        self.calls.append(KeptCall.of(problem, stats["lse"]))
+
+
+def _checked_heads(
+    counts: Sequence[int], heads: Mapping[int, Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """The heads of every layer: those named, else all."""
+    for layer, named in heads.items():
+        if layer not in range(len(counts)):
+            raise ArgumentError(
+                f"heads names layer {layer!r}; the model has layers 0 to {len(counts) - 1}."
+            )
+        wrong = [it for it in named if it not in range(counts[layer])]
+        if wrong or not len(named):
+            raise ArgumentError(
+                f"heads[{layer}] must name heads from 0 to {counts[layer] - 1}, at least one; got "
+                f"{list(named)}."
+            )
+    return tuple(
+        tuple(sorted(set(map(int, heads[layer])))) if layer in heads else tuple(range(count))
+        for layer, count in enumerate(counts)
+    )
