@@ -47,7 +47,7 @@ class Group:
         shown = ", ".join(_name(it) for it in self.heads[:_SHOWN])
         more = len(self.heads) - _SHOWN
         shown += f" and {more} more" if more > 0 else ""
-        return f"{len(self)} like {_name(self.center)}, within {self.diameter:.3f}: {shown}"
+        return f"{len(self)} like {_name(self.center)}, at most {self.diameter:.3f} apart: {shown}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Similarity:
         grouped = sum(map(len, found))
         texts = "one text" if self.texts == 1 else f"{self.texts} texts"
         first = (
-            f"{len(self.heads)} heads on {texts}; {len(found)} groups within {threshold:g} "
+            f"{len(self.heads)} heads on {texts}; {len(found)} groups at {threshold:g} "
             f"({linkage} linkage) hold {grouped}, {len(self.heads) - grouped} stand alone"
         )
         return "\n".join([first, *(f"  {it}" for it in found)])
