@@ -131,7 +131,9 @@ def test_planted_groups_are_found():
     [everything] = found.groups(1.0)
     assert len(everything) == 12
     assert everything.diameter == found.distances.max()
-    assert "12 heads on one text; 2 groups at 0.2 (average linkage) hold 5" in str(found)
+    assert "12 heads on one text, groups at 0.2 (average linkage): 2, of 5 heads; 7 stand" in str(
+        found
+    )
     assert "3 like L2H3, at most 0.045 apart: L0H0, L1H1, L2H3" in str(found)
 
 

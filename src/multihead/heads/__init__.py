@@ -1,5 +1,6 @@
 """What every head of a model does, and what would be lost without it."""
 
+from . import figures
 from .comparing.rollout import Rollout, rollout
 from .comparing.similarity import Group, Similarity, similarity
 from .loss import mean_loss, next_token_loss, token_rows
@@ -86,6 +87,7 @@ __all__ = [
     "all_reduced",
     "calibrate_roles",
     "decoding_cost",
+    "figures",
     "find_roles",
     "gate_gradient",
     "head_units",

@@ -100,8 +100,8 @@ class Similarity:
         grouped = sum(map(len, found))
         texts = "one text" if self.texts == 1 else f"{self.texts} texts"
         first = (
-            f"{len(self.heads)} heads on {texts}; {len(found)} groups at {threshold:g} "
-            f"({linkage} linkage) hold {grouped}, {len(self.heads) - grouped} stand alone"
+            f"{len(self.heads)} heads on {texts}, groups at {threshold:g} ({linkage} linkage): "
+            f"{len(found)}, of {grouped} heads; {len(self.heads) - grouped} stand alone"
         )
         return "\n".join([first, *(f"  {it}" for it in found)])
 
