@@ -11,6 +11,7 @@ import families
 import multihead as mh
 import planted
 import random_heads
+import tiny
 from multihead import heads
 from multihead.heads.probing.probe_scores import ROLES, Score, Scores, measure
 from multihead.heads.probing.probes import Frame, Probes, draw
@@ -230,6 +231,34 @@ def test_layers_may_have_different_numbers_of_heads() -> None:
         mh.ArgumentError, match=r"no head \(1, 3\): the model has 2 layers of 3 or 4"
     ):
         roles.of(1, 3)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_pruned_heads_leave_gaps_at_their_first_numbers(theirs) -> None:
+    probes = Probes(length=32, periods=(4, 6), reach=4)
+    if theirs:
+        require("models")
+        model = families.build("llama").double()
+    else:
+        model = tiny.language_model().double()
+    gone = {(0, head) for head in range(6)} | {(1, 0), (1, 1), (1, 2)}
+    heads.prune(model, gone)
+    given = measure(model, probes, (0,), Frame())
+    found = heads.find_roles(model, probes=probes, seeds=(0,))
+    assert len(found.layers) == 2
+    assert given.layers[-1] == found.layers[1]
+    for name, score in found.scores.items():
+        assert np.isnan(score.score[0]).all()
+        assert np.isnan(score.score[1, :3]).all()
+        np.testing.assert_array_equal(score.score[1, 3:], given.by_role[name].score[-1])
+        np.testing.assert_array_equal(score.control[1, 3:], given.by_role[name].control[-1])
+    assert found.of(1, 0) == found.of(0, 5) == ()
+    assert found.notes()[0].startswith("3 heads, ")
+    assert {(layer, head) for name in ROLES for layer, head, _ in found.having(name)} <= {
+        (1, 3),
+        (1, 4),
+        (1, 5),
+    }
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from ...errors import ArgumentError
+from .first_numbers import by_first_numbers
 from .probe_scores import ROLES, Progress, Score, measure
 from .probes import DEFAULT_SEEDS, Frame, Probes
 from .role_thresholds import SHIPPED, RoleThresholds
@@ -50,7 +51,8 @@ class Roles:
 
     Attributes:
         layers: the attention modules by name, in the order in which they run.
-        heads: by layer and head, the roles that it has.
+        heads: by layer and head, the roles that it has. Heads that were pruned are there by their
+            first numbers, with no role and NaN for scores.
         scores: by role, score and control of every head, also of those that do not have it.
         thresholds: what a role asks, and how many heads of random weights pass.
         probes, seeds: what was run.
@@ -116,8 +118,9 @@ class Roles:
 
     def notes(self) -> list[str]:
         """What stands below the table: what was probed, and what its columns mean."""
-        total = sum(map(len, self.heads))
-        without = sum(1 for heads in self.heads for roles in heads if not roles)
+        some = next(iter(self.scores.values()))
+        total = int(np.isfinite(some.score).sum())
+        without = total - sum(1 for heads in self.heads for roles in heads if roles)
         periods = ", ".join(map(str, self.probes.periods))
         seeds = len(self.seeds)
         return [
@@ -213,6 +216,7 @@ def find_roles(
     thresholds = thresholds or SHIPPED
     seeds = tuple(seeds)
     scores = measure(model, probes, seeds, Frame.of(tokenizer), progress)
+    scores = by_first_numbers(scores, model)
     held = {name: thresholds.held(name, score) for name, score in scores.by_role.items()}
     heads = tuple(
         tuple(
