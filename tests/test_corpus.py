@@ -17,8 +17,8 @@ import tiny
 from corpora import TEXTS, Characters
 from multihead.errors import ArgumentError, InputError
 from multihead.heads import CorpusRecord, HeadRecord, read_corpus
-from multihead.heads.corpus_links import AFTER, BEFORE, SAMPLED, STRONGEST, draw
-from multihead.heads.corpus_text import Digest, Windows, documents
+from multihead.heads.corpora.links import AFTER, BEFORE, SAMPLED, STRONGEST, draw
+from multihead.heads.corpora.text import Digest, Windows, documents
 
 CONTEXT = 23
 TOKENS = 10_000  # more than the texts have
@@ -280,7 +280,7 @@ def test_the_state_is_of_whole_windows(tmp_path, monkeypatch):
     state = tmp_path / "state"
     interrupted(state, 3)
     before = state.read_bytes()
-    monkeypatch.setattr("multihead.heads.corpus_window.layer_links", _raise_at_call(2))
+    monkeypatch.setattr("multihead.heads.corpora.window.layer_links", _raise_at_call(2))
     with pytest.raises(_Stop):
         read(state=state, save_seconds=0.0)
     assert state.read_bytes() == before

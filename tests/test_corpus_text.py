@@ -9,8 +9,8 @@ import pytest
 
 from corpora import TEXTS, Characters, write_lines
 from multihead.errors import InputError
-from multihead.heads import corpus_text
-from multihead.heads.corpus_text import Digest, Document, Windows, documents
+from multihead.heads.corpora import text as corpus_text
+from multihead.heads.corpora.text import Digest, Document, Windows, documents
 
 
 def contents(texts: object, **options: str) -> list[tuple[str, str]]:

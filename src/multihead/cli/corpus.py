@@ -114,7 +114,7 @@ def _read(
         import torch
 
         from multihead.heads import read_corpus
-        from multihead.heads.corpus_text import FIELD
+        from multihead.heads.corpora.text import FIELD
         from multihead.integrations import load
 
         advance(f"loading {name}", 0.0)

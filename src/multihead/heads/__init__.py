@@ -3,6 +3,9 @@
 from . import figures
 from .comparing.rollout import Rollout, rollout
 from .comparing.similarity import Group, Similarity, similarity
+from .corpora.corpus import read_corpus
+from .corpora.record import CorpusFacts, CorpusRecord, Link
+from .corpora.text import Document
 from .loss import mean_loss, next_token_loss, token_rows
 from .output.writing import Writing, WrittenTokens, writing
 from .probing.probe_scores import ROLES
@@ -12,16 +15,6 @@ from .probing.role_thresholds import RoleThresholds, calibrate_roles
 from .probing.roles import Role, Roles, find_roles
 from .removing.ablation import ablate
 from .removing.importance import (
-from .ablation import ablate
-from .all_reduce import all_reduced
-from .comparison import Comparison, HeadDifference
-from .corpus import read_corpus
-from .corpus_record import CorpusFacts, CorpusRecord, Link
-from .corpus_text import Document
-from .decoding_cost import DecodingCost, decoding_cost
-from .diagnosis import Finding, StabilityReport, StabilityThresholds
-from .histogram import Quantile
-from .importance import (
     Importance,
     Unit,
     gate_gradient,

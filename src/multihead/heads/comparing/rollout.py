@@ -22,7 +22,7 @@ from ...ops.problem import Problem
 from ...ops.sweep import sweep
 from ...ops.weights import Places, place_index, weights_at
 from ..forward import LayerObserver, one_text, run
-from ..watching.lazy_weights import KeptCall
+from ..watching.lazy_weights import Copies, KeptCall
 
 # Weights formed at a time: 4M float32 are 16 MiB.
 _BLOCK_ELEMENTS = 1 << 22
@@ -157,13 +157,14 @@ class _Recorder(LayerObserver):
     def __init__(self, shape: tuple[int, int]) -> None:
         super().__init__(shape)
         self.calls: list[KeptCall] = []
+        self._copies = Copies()
 
     def wants(self, problem: Problem) -> tuple[str, ...]:
         return ("lse",)
 
     def record(self, problem: Problem, out: Tensor, stats: Mapping[str, Tensor]) -> None:
         self.next_layer(problem)
-        self.calls.append(KeptCall.of(problem, stats["lse"]))
+        self.calls.append(KeptCall.of(problem, stats["lse"], self._copies))
 
 
 def _checked_heads(

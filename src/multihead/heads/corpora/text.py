@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, InputError
+from ...errors import ArgumentError, InputError
 
 FIELD = "text"
 

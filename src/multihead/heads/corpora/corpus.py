@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, InputError
-from .choice import choose
-from .corpus_links import SampledLinks, draw
-from .corpus_record import CorpusFacts, CorpusRecord
-from .corpus_store import load, save
-from .corpus_text import FIELD, Digest, Document, Window, Windows, documents
-from .corpus_window import Tables, WindowObserver
-from .forward import check_positions, position_count, run
-from .record import HeadRecord
-from .text import piece
+from ...errors import ArgumentError, InputError
+from ..forward import check_positions, position_count, run
+from ..text import piece
+from ..watching.choice import choose
+from ..watching.record import HeadRecord
+from .links import SampledLinks, draw
+from .record import CorpusFacts, CorpusRecord
+from .store import load, save
+from .text import FIELD, Digest, Document, Window, Windows, documents
+from .window import Tables, WindowObserver
 
 CONTEXT = 1024
 TOKENS = 2**20

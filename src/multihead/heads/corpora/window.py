@@ -10,10 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
-from ..ops.problem import Problem
-from .choice import Choice
-from .corpus_links import (
+from ...errors import ModelError
+from ...ops.problem import Problem
+from ..forward import LayerObserver
+from ..watching.choice import Choice
+from ..watching.record import HeadRecord
+from ..watching.statistics import row_statistics
+from ..watching.watch import Heads
+from .links import (
     NEEDED,
     Draw,
     LayerLinks,
@@ -22,11 +26,7 @@ from .corpus_links import (
     layer_links,
     stacked,
 )
-from .corpus_text import Window
-from .forward import LayerObserver
-from .record import HeadRecord
-from .statistics import row_statistics
-from .watch import Heads
+from .text import Window
 
 
 @dataclass(frozen=True, eq=False)

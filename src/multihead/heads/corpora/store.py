@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
-from .corpus_links import SampledLinks, StrongestLinks
-from .corpus_record import CorpusFacts, CorpusRecord
-from .record_file import of_parts, parts_of, read_tensors, write_tensors
+from ...errors import InputError
+from ..watching.record_file import of_parts, parts_of, read_tensors, write_tensors
+from .links import SampledLinks, StrongestLinks
+from .record import CorpusFacts, CorpusRecord
 
 FORMAT = 1
 _KEY, _HEADS, _STATE = "multihead.corpus", "multihead.heads", "multihead.corpus.unfinished"

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.problem import Problem
-from ..ops.row_statistics import statistics_of
-from .corpus_text import Window
-from .record import joined
+from ...ops.problem import Problem
+from ...ops.row_statistics import statistics_of
+from ..watching.record import joined
+from .text import Window
 
 STRONGEST = 32
 SAMPLED = 400

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from .corpus_links import AFTER, BEFORE, SAMPLED, STRONGEST, SampledLinks, StrongestLinks
-from .histogram import BINS_OF
-from .record import HeadRecord
+from ...errors import ArgumentError
+from ..watching.histogram import BINS_OF
+from ..watching.record import HeadRecord
+from .links import AFTER, BEFORE, SAMPLED, STRONGEST, SampledLinks, StrongestLinks
 
 DECILES = 10
 PER_DECILE = 8
@@ -188,7 +188,7 @@ class CorpusRecord:
             InputError: the path cannot be written.
             MissingExtraError: safetensors is not installed.
         """
-        from .corpus_store import save
+        from .store import save
 
         save(self, Path(path))
 
@@ -200,7 +200,7 @@ class CorpusRecord:
             InputError: no such file, or none that `save` wrote.
             MissingExtraError: safetensors is not installed.
         """
-        from .corpus_store import load
+        from .store import load
 
         return load(Path(path))
 
