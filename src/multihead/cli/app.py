@@ -153,6 +153,12 @@ def inspect(
         typer.Option(
             metavar="FILE",
             help="Of a corpus: keep the result. If interrupted, the same command goes on.",
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Instead, compare the heads with those of another model of the same shape on the "
+            "same text.",
             show_default=False,
         ),
     ] = None,
@@ -186,6 +192,7 @@ def inspect(
         return
     run(
         model,
+        compare=compare,
         text=text,
         prompt=prompt,
         token=token,

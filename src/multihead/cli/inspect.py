@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ _LOADING, _LAYERS_WITH_ROLES = 0.15, 0.5
 def run(
     model: str,
     *,
+    compare: str | None,
     text: Path | None,
     prompt: str | None,
     token: str | None,
@@ -36,7 +38,8 @@ def run(
 ) -> None:
     """Inspect `model` and print the result; with `report`, also write the page.
 
-    With `roles`, also probe the heads for theirs.
+    With `roles`, also probe the heads for theirs. With `compare`, compare the heads with those of
+    that model instead.
 
     Raises:
         InputError: an option, a text, a token, a head or a path that cannot be used.
@@ -45,6 +48,18 @@ def run(
     """
     if text is not None and prompt is not None:
         raise InputError("--text and --prompt both give the text to read. Leave out one of them.")
+    if compare is not None:
+        _compare(
+            model,
+            compare,
+            {"--token": token, "--head": head, "--report": report, "--roles": roles or None},
+            text=text,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            as_json=as_json,
+        )
+        return
     place = None if head is None else parse_head(head)
     if report is not None:
         check_writable(report)
@@ -74,6 +89,18 @@ def run(
             print_roles(console, found, place)
     if report is not None:
         print_note(f"Report: {report}", aside=as_json)
+
+
+def _compare(model: str, other: str, given: Mapping[str, object], **options: Any) -> None:
+    """Compare two models, for which there are none of the options that are `given`."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"{name} is about one model; --compare has two. Leave out one of them."
+            )
+    from multihead.cli.compare import run as run_comparison
+
+    run_comparison(model, other, **options)
 
 
 def _inspect(
