@@ -109,6 +109,7 @@ def test_a_model_and_itself(models: dict[str, Any], capsys: pytest.CaptureFixtur
         (["other", "--roles"], "--roles is about one model; --compare has two."),
         (["other", "--head", "L0H0"], "--head is about one model"),
         (["other", "--report", "x.html"], "--report is about one model"),
+        (["other", "--sort", "entropy"], "--sort is about one model"),
         (["other", "--token", "a"], "--token is about one model"),
         (["other", "--text", "b"], "--text and --prompt"),
     ],

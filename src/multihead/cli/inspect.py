@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from multihead.cli.output import print_json, print_note, stdout_console
 from multihead.cli.progress import progress
-from multihead.cli.statistics import StatisticName
+from multihead.cli.statistics import DEFAULT, StatisticName
 from multihead.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,7 +52,13 @@ def run(
         _compare(
             model,
             compare,
-            {"--token": token, "--head": head, "--report": report, "--roles": roles or None},
+            {
+                "--token": token,
+                "--head": head,
+                "--sort": None if sort == DEFAULT else sort,
+                "--report": report,
+                "--roles": roles or None,
+            },
             text=text,
             prompt=prompt,
             max_tokens=max_tokens,
