@@ -105,8 +105,11 @@ def test_generate_and_inspect_take_the_folder(
     ids = torch.tensor([load_language_model(out).tokenizer.encode("abc")])
     again = load_pruned(out).generate(ids, max_new_tokens=5, do_sample=False)
     assert again[0, 3:].tolist() == got["tokens"]
+    capsys.readouterr()
     assert cli.main(["inspect", str(out), "--prompt", "abcdefabcdef", "--json"]) == 0
-    seen = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert "Loading weights" not in captured.err
+    seen = json.loads(captured.out)
     ((layer, heads),) = document["removed"].items()
     entropy = seen["statistics"]["entropy"]
     assert (len(entropy), len(entropy[0])) == (2, 6)

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,11 +160,13 @@ def write(loaded: Any, out: Path, document: dict[str, Any]) -> None:
     """
     from safetensors import SafetensorError
 
+    from multihead.integrations.loading import without_progress_bars
+
     target = out.resolve()
     try:
         part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            with _quiet():
+            with without_progress_bars():
                 loaded.model.save_pretrained(part)
                 loaded.tokenizer.save_pretrained(part)
             record = json.dumps(document, indent=2) + "\n"
@@ -185,20 +185,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars, which would break ours."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _document(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +83,25 @@ def _load_folder(path: Path, dtype: torch.dtype) -> LoadedModel:
             "save_pretrained wrote, or the path of a .gguf file."
         )
     try:
-        model = _folder_model(transformers, path, dtype)
+        with without_progress_bars():
+            model = _folder_model(transformers, path, dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"transformers cannot load {path} as a language model: {error}") from error
     return LoadedModel(model.eval(), tokenizer, _facts(path, model))
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars inside the block."""
+    logging = import_extra("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _folder_model(transformers: Any, path: Path, dtype: torch.dtype) -> Any:
