@@ -125,17 +125,18 @@ def check_sweep(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CELLS, ids=lambda case: case.name)
-def test_one_key_for_each_query(case: Case) -> None:
+def test_named_keys_of_each_query(case: Case) -> None:
     query, key, lse, options = call(case)
     logits = describe_logits(query, key, **options)
     expected, plain = dense(case, torch.float64), dense(case, torch.float32)
-    columns = (torch.arange(case.query_length) * 3 + 1)[None] % (case.key_length + 2) - 1
+    rows, other = torch.arange(case.query_length), torch.arange(case.query_length).flip(0)
+    columns = (torch.stack((rows, other), -1)[None] * 3 + 1) % (case.key_length + 2) - 1
     weights, visible = weights_along(logits, lse, columns)
     exists = (columns >= 0) & (columns < case.key_length)
-    place = columns.clamp(0, case.key_length - 1)[:, None, :, None].expand(*lse.shape, 1)
+    place = columns.clamp(0, case.key_length - 1)[:, None].expand(*lse.shape, 2)
 
     def along(matrix: torch.Tensor) -> torch.Tensor:
-        return matrix.gather(-1, place)[..., 0] * exists
+        return matrix.gather(-1, place) * exists
 
     # The error of the whole matrix, since a few cells can be exact by luck.
     whole = plain["softmax"].double() - expected["softmax"]
@@ -311,6 +312,6 @@ def test_two_columns_of_a_long_matrix_cost_two_columns(kind: str) -> None:
     lse = torch.zeros(1, 2, length)
     with Footprint(bias, logits.parts.dense) as made:
         weights_at(logits, lse, torch.arange(length), torch.tensor([0, length - 1]))
-        weights_along(logits, lse, torch.arange(length)[None])
+        weights_along(logits, lse, torch.arange(length)[None, :, None])
     assert made.calls < 200, "a loop over rows"
     assert made.bytes <= 2 * 2 * 8 * length, "more than a few numbers a row"

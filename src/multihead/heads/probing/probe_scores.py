@@ -142,9 +142,9 @@ class _Call:
 
     def along(self, offset: int, rows: slice) -> Tensor:
         """Summed weight that the queries `rows` give to the key at `offset` from their own: [H]."""
-        columns_1q = torch.arange(self.length, device=self.problem.query.device)[None] + offset
-        weights_bhq, _ = weights_along(self.problem, self.stats["lse"], columns_1q)
-        return weights_bhq[..., rows].double().sum((0, 2))
+        columns_q = torch.arange(self.length, device=self.problem.query.device) + offset
+        weights_bhq1, _ = weights_along(self.problem, self.stats["lse"], columns_q[None, :, None])
+        return weights_bhq1[..., rows, 0].double().sum((0, 2))
 
     def received(self, edges: Sequence[int]) -> Tensor:
         """What each key receives from bins of queries: [B, H, r, Lk]."""

@@ -114,9 +114,9 @@ class _FirstKey(LayerObserver):
 
     def record(self, problem: Problem, out: Tensor, stats: Mapping[str, Tensor]) -> None:
         self.next_layer(problem)
-        column_1q = torch.zeros((1, problem.query_length), dtype=torch.long, device=out.device)
-        weights_bhq, _ = weights_along(problem, stats["lse"], column_1q)
-        self.means.append(weights_bhq.double().mean((0, 2)).cpu())
+        column_1q1 = torch.zeros((1, problem.query_length, 1), dtype=torch.long, device=out.device)
+        weights_bhq1, _ = weights_along(problem, stats["lse"], column_1q1)
+        self.means.append(weights_bhq1.double().mean((0, 2, 3)).cpu())
 
 
 def _first_key(model: nn.Module, token_ids: Tensor) -> FloatTable:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
@@ -114,12 +115,14 @@ def row_statistics(
         log_bhq = outcomes_bhq.clamp(min=2).to(stats["entropy"].dtype).log()
         values["entropy_share"] = stats["entropy"] / log_bhq
         counted["entropy_share"] = queries.real & (outcomes_bhq > 1)
-    if "previous_token" in names:
-        weight_bhq, seen_bhq = weights_along(problem, stats["lse"], queries.previous)
-        values["previous_token"] = weight_bhq
-        counted["previous_token"] = queries.real & seen_bhq
-    if "first_key" in names:
-        values["first_key"], _ = weights_along(problem, stats["lse"], queries.first)
+    columns = {"previous_token": queries.previous, "first_key": queries.first}
+    columns = {name: column_bq for name, column_bq in columns.items() if name in names}
+    if columns:
+        columns_bqk = torch.stack(torch.broadcast_tensors(*columns.values()), -1)
+        weights_bhqk, seen_bhqk = weights_along(problem, stats["lse"], columns_bqk)
+        values |= dict(zip(columns, weights_bhqk.unbind(-1), strict=True))
+        if "previous_token" in columns:
+            counted["previous_token"] = queries.real & seen_bhqk[..., 0]
     if "sink_mass" in names and has_other_firsts(problem):
         values["sink_mass"] = _first_share(problem, stats["lse"], queries)
     shape = (problem.batch, problem.heads, problem.query_length)
@@ -130,8 +133,8 @@ def _first_share(problem: Problem, lse_bhq: Tensor, queries: Queries) -> Tensor:
     """The share of the keys' weight on each query's first key, where the kernels name another."""
     if problem.sinks is not None:
         lse_bhq = _again(replace(problem, sinks=None), "lse")
-    share_bhq, _ = weights_along(problem, lse_bhq, queries.first)
-    return share_bhq
+    share_bhq1, _ = weights_along(problem, lse_bhq, queries.first[..., None])
+    return share_bhq1[..., 0]
 
 
 def _again(problem: Problem, name: str) -> Tensor:
