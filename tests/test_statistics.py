@@ -14,6 +14,8 @@ from torch import Tensor
 
 import multihead as mh
 from close import assert_close
+from multihead.heads.watching.queries import queries_of
+from multihead.ops.problem import describe_logits
 from serving import (
     BACKENDS,
     FLOATS,
@@ -185,3 +187,27 @@ def test_a_layer_tells_what_each_query_head_does(kv_heads: int) -> None:
     (grad,) = torch.autograd.grad(heads.entropy.sum(), layer.qkv_proj.weight)
     assert bool(grad.isfinite().all())
     assert bool(grad.any())
+
+
+def test_layers_of_one_mask_share_their_queries() -> None:
+    def queries(rows: int, columns: int, mask: mh.Mask | None, dtype=torch.float32, **options):
+        query, key = torch.randn(2, 6, rows, 4, dtype=dtype), torch.randn(2, 3, columns, 4)
+        return queries_of(describe_logits(query, key.to(dtype), mask=mask), **options)
+
+    with torch.inference_mode():
+        first = queries(3, 7, mh.Causal())
+    assert queries(3, 7, mh.Causal(), torch.float64) is first
+    assert not first.real.is_inference()
+    assert first.tokens == 3
+    assert first.texts == 0
+    assert first.by_head.tolist() == [3]
+    for rows, columns, mask, options in (
+        (2, 7, mh.Causal(), {}),
+        (3, 8, mh.Causal(), {}),
+        (3, 7, None, {}),
+        (3, 7, mh.Causal() & mh.QueryStart(0), {}),
+        (3, 7, mh.Causal(), dict(self_attention=False)),
+    ):
+        assert queries(rows, columns, mask, **options) is not first
+    padding = mh.KeyPadding(torch.ones(1, 7, dtype=torch.bool))
+    assert queries(3, 7, padding) is not queries(3, 7, padding)

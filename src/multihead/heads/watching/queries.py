@@ -5,7 +5,9 @@ Shape suffixes: b batch, h head, q query row, k key column.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -16,8 +18,14 @@ from ...ops.cells import cells_at, visible_at
 from ...ops.problem import Logits
 from ...ops.scores import bias_rectangle
 from ...ops.sweep import visible_keys
+from ...ops.tracing import intercepted
+from .histogram import Counts
 
 T = TypeVar("T", bound=Logits)
+
+# Masks of one pass are of few kinds; a decoding step has new ones, as of another length.
+_MOST_KNOWN = 4
+_known: dict[Hashable, Queries] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +49,27 @@ class Queries:
         """Whether a query is the first of a text: bool [B|1, Lq]."""
         return self.real.any(1) & (self.first == self.own) & (self.own >= 0)
 
+    @cached_property
+    def tokens(self) -> int:
+        """How many queries are real for any head, in the samples that are told apart."""
+        return int(self.real.any(1).sum())
+
+    @cached_property
+    def texts(self) -> int:
+        """How many of them begin a text."""
+        return int(self.starts.sum())
+
+    @cached_property
+    def rows(self) -> int:
+        """How many of these samples have a real query."""
+        return int(self.real.any(-1).any(-1).sum())
+
+    @cached_property
+    def by_head(self) -> Counts:
+        """How many queries are real for each head that is told apart: int64 [H|1]."""
+        counts: Counts = self.real.sum((0, 2)).cpu().numpy()
+        return counts
+
 
 def queries_of(call: Logits, *, self_attention: bool = True) -> Queries:
     """The queries of `call`, in which a bias hides by -inf alone: see `with_hiding_bias`.
@@ -51,7 +80,24 @@ def queries_of(call: Logits, *, self_attention: bool = True) -> Queries:
     * The first key of a text is the sequence's first; its first visible one under KeyPadding; the
       first of the query's document under Documents; the one at position 0 under Positions. Where
       a tensor says who sees whom, a query that sees no key before its own begins a text.
+
+    They are found once for all layers whose mask is the same few integers.
     """
+    form = None if isinstance(call.bias, Tensor) else call.parts.closed_form
+    if form is None or intercepted():
+        return _found(call, self_attention=self_attention)
+    key = form, call.query_length, call.key_length, call.query.device, self_attention
+    known = _known.get(key)
+    if known is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        with torch.inference_mode(False):  # they serve in whatever mode the next layer runs
+            known = _known[key] = _found(call, self_attention=self_attention)
+    return known
+
+
+def _found(call: Logits, *, self_attention: bool) -> Queries:
+    """`queries_of` a call that is not known."""
     own_bq = _own(call.parts)
     keys_bhq = visible_keys(call)
     real_bhq = keys_bhq > 0

@@ -83,12 +83,12 @@ class HeadTotals:
 
     def add(self, rows: RowStatistics, heads: tuple[int, ...] | None = None) -> None:
         """Count the queries of one call; of `heads` alone, if given."""
-        real_bhq = rows.queries.real
-        self.tokens += int(real_bhq.any(1).sum()) * rows.alike
-        self.texts += int(rows.queries.starts.sum()) * rows.alike
-        self.rows = max(self.rows, int(real_bhq.any(-1).any(-1).sum()) * rows.alike)
-        counted_bhq = _chosen(real_bhq.expand(rows.shape), heads)
-        self._queries = self._queries + counted_bhq.sum((0, 2)).cpu().numpy()
+        queries = rows.queries
+        self.tokens += queries.tokens * rows.alike
+        self.texts += queries.texts * rows.alike
+        self.rows = max(self.rows, queries.rows * rows.alike)
+        by_head = np.broadcast_to(queries.by_head * rows.alike, (rows.shape[1],))
+        self._queries = self._queries + (by_head if heads is None else by_head[list(heads)])
         self._names = tuple(rows.values)
         if not self._names:
             return
