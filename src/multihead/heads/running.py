@@ -26,12 +26,14 @@ _OURS = (MultiHeadAttention, LatentAttention)
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A module that runs in the call of `frame`; `reads_other` says whether of a second sequence"""
+    """A module that runs, and whether it was given a second sequence; `frame` is that of its call,
+    None for one whose call is not looked for.
+    """
 
     name: str
     module: nn.Module
     reads_other: bool
-    frame: types.FrameType
+    frame: types.FrameType | None
 
 
 class Running:
@@ -53,9 +55,14 @@ class Running:
         return not (self._stack and self._stack[-1].reads_other)
 
     def enter(
-        self, name: str, module: nn.Module, reads_other: bool, frame: types.FrameType
+        self,
+        name: str,
+        module: nn.Module,
+        reads_other: bool,
+        frame: types.FrameType | None = None,
     ) -> None:
-        self._forget_interrupted(frame.f_back)
+        """`module` runs, in the call of `frame` or, without one, until it leaves."""
+        self._forget_interrupted(sys._getframe(1))
         if not self._stack:
             self.runs += 1
         self._stack.append(_Run(name, module, reads_other, frame))
@@ -73,7 +80,7 @@ class Running:
 
     def _forget_interrupted(self, frame: types.FrameType | None) -> None:
         """Forget modules whose call is over: no hooks run after a KeyboardInterrupt."""
-        while self._stack:
+        while self._stack and self._stack[-1].frame is not None:
             outer = frame
             while outer is not None and outer is not self._stack[-1].frame:
                 outer = outer.f_back

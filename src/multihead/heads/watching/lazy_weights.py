@@ -66,8 +66,12 @@ class KeptCall:
     lse: Tensor
 
     @classmethod
-    def of(cls, problem: Problem, lse: Tensor, copies: Copies) -> KeptCall:
-        """What `problem`, whose rows' log-sum-exp is `lse`, leaves to keep."""
+    def of(cls, problem: Problem, lse: Tensor, copies: Copies | None = None) -> KeptCall:
+        """What `problem`, whose rows' log-sum-exp is `lse`, leaves to keep.
+
+        Layers that are given the same `copies` share those of their masks.
+        """
+        copies = copies or Copies()
         bias = problem.bias
         call = Logits(
             query=problem.query.detach().clone(),
