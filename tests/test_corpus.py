@@ -106,6 +106,23 @@ def test_strongest_links_are_those_of_the_whole_matrices():
                 assert link.query == Characters().decode([window.ids[query]])
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "bert", "gemma3"])
+def test_links_of_other_families(family):
+    """Learned sinks; no causal mask; layers with windows."""
+    pytest.importorskip("transformers")
+    import families
+
+    model = families.build(family).double()
+    record = read(model, texts=TEXTS[2:3])
+    found = [weights_of(model, window)[..., 1:] for window in windows_of(TEXTS[2:3])]
+    for layer, head in record.heads.places():
+        best = np.concatenate([it[layer, head].max(-1) for it in found])
+        links = record.strongest_links(layer, head)
+        expected = np.sort(best[best > 0])[::-1][: len(links)]
+        np.testing.assert_allclose([it.weight for it in links], expected, rtol=1e-6)
+        assert len(links) == min(STRONGEST, (best > 0).sum())
+
+
 def test_first_keys_are_counted_and_not_among_the_links():
     model = tiny.language_model()
     record = read(model)
@@ -379,7 +396,7 @@ def _peak(tokens: int) -> int:
 @pytest.mark.slow
 def test_memory_does_not_grow(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(it for it in sys.path if it))
-    assert _peak(12_000) - _peak(6_000) < 3 * 2**20
+    assert _peak(6_000) - _peak(3_000) < 3 * 2**20
 
 
 @pytest.mark.proof
