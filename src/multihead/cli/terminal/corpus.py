@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _LINKS = 10
 _WIDE = 120
+_MILLION = 2**20  # "1m" as --tokens takes it
 _QUANTILES = (0.05, 0.5, 0.95)
 _RULE = (
     "Chosen since its strongest links to keys other than the previous and the token's own weigh "
@@ -192,7 +193,12 @@ def _print_end(console: Console, record: CorpusRecord) -> None:
     width = room(console)
     console.print()
     rate = f"{duration(facts.seconds * 10_000 / max(1, record.tokens))} per 10,000 tokens"
-    parts = [duration(facts.seconds), rate, record.heads.backend, record.heads.dtype]
+    parts = [duration(facts.seconds), rate]
+    if record.tokens < _MILLION:
+        parts.append(
+            f"1m tokens at this pace: {duration(facts.seconds * _MILLION / record.tokens)}"
+        )
+    parts += [record.heads.backend, record.heads.dtype]
     show(console, Text(flow(parts, width), style="bold"))
     seen = [
         f"{short_bytes(facts.text_bytes)} of text",
