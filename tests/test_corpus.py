@@ -152,6 +152,17 @@ def test_context_stands_around_both_tokens():
             assert after == decode(ids[column + 1 : column + 1 + AFTER])
 
 
+def test_words_in_pieces_are_joined():
+    class WordPieces(Characters):
+        def decode(self, ids, **options):
+            return ("" if ids[0] % 2 else "##") + super().decode(ids, **options)
+
+    plain, pieces = Characters(), read(tokenizer=WordPieces(), texts=TEXTS[:1]).pieces
+    assert len(pieces) > 5
+    for token, text in pieces.items():
+        assert text == (" " if token % 2 else "") + plain.decode([token])
+
+
 def test_a_sample_that_holds_all_queries_has_their_strongest_keys():
     """Fewer queries than the sample takes: each is there, in every head."""
     model = tiny.language_model()

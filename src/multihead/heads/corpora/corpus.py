@@ -245,7 +245,7 @@ class _Reading:
         kinds = (record.strongest, record.sampled)
         parts = [np.unique(ids) for it in kinds for ids in (it.query_ids, it.key_ids)]
         tokens = [int(it) for it in np.unique(np.concatenate(parts)) if it >= 0]
-        pieces = {it: piece(self._tokenizer, it) for it in tokens}
+        pieces = _spaced({it: piece(self._tokenizer, it) for it in tokens})
         return replace(record, pieces=pieces)
 
     def _adopt(self, state: Path, before: CorpusRecord) -> None:
@@ -257,6 +257,14 @@ class _Reading:
         self._names = dict(before.names)
         self._seconds, self._began = before.facts.seconds, time.monotonic()
         self._state = None
+
+
+def _spaced(pieces: dict[int, str]) -> dict[int, str]:
+    """Pieces that join to text: WordPiece marks what goes on with a word, not where one begins."""
+    goes_on = {it for it, text in pieces.items() if text[:2] == "##" and text[2:]}
+    if not goes_on or any(text.startswith(" ") for text in pieces.values()):
+        return pieces
+    return {it: text[2:] if it in goes_on else f" {text}" for it, text in pieces.items()}
 
 
 def _device(model: nn.Module) -> torch.device:
