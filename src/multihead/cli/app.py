@@ -153,6 +153,9 @@ def inspect(
         typer.Option(
             metavar="FILE",
             help="Of a corpus: keep the result. If interrupted, the same command goes on.",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -186,6 +189,7 @@ def inspect(
             "--max-tokens": max_tokens != MAX_TOKENS,
             "--report": report is not None,
             "--roles": roles,
+            "--compare": compare is not None,
         }
         check_options(corpus, of_one_text)
         run_corpus(model, corpus, head=head, sort=sort, dtype=dtype, as_json=json)
