@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .problem import Logits
-from .scores import full_precision
 from .sweep import mask_shape, row_blocks, visible_blocks, visible_keys
 
 # Beyond 6 bits, 64 times or a 64th of an even share, a cell only says "far more" or "far less".
@@ -33,19 +32,17 @@ class Bins:
         edges = torch.tensor(bin_edges(length, bins), device=device)
         self.count = len(edges) - 1
         self.sizes = edges.diff()
-        place_k = torch.arange(length, device=device)[:, None]
-        member_kc = (place_k >= edges[:-1]) & (place_k < edges[1:])
-        self._member_kc = {torch.float32: member_kc.float()}
         # A bin that is one place short names its last place twice, which no maximum minds.
         place_w = torch.arange(int(self.sizes.max()) if self.count else 0, device=device)
         self._places_cw = torch.minimum(edges[:-1, None] + place_w, edges[1:, None] - 1)
+        self._once_cw = place_w < self.sizes[:, None]
 
     def sum(self, values_k: Tensor) -> Tensor:
-        """[..., length] to [..., bins], for floats."""
-        if values_k.dtype not in self._member_kc:
-            self._member_kc[values_k.dtype] = self._member_kc[torch.float32].to(values_k.dtype)
-        with full_precision(values_k.device):
-            return values_k @ self._member_kc[values_k.dtype]
+        """[..., length] to [..., bins]."""
+        if not self.count:
+            return values_k
+        # Not a product with a matrix of ones: that sums in one chain, which loses digits.
+        return values_k[..., self._places_cw].masked_fill(~self._once_cw, 0).sum(-1)
 
     def mean(self, values_k: Tensor) -> Tensor:
         """[..., length] to [..., bins]."""
