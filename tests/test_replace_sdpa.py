@@ -336,21 +336,26 @@ def test_modules_may_call_themselves_and_enter_modes_of_their_own(calls):
 def test_threads_and_copies(calls):
     model, x = Stack().eval(), torch.randn(2, 5, 21)
     with mh.replace_sdpa(model), torch.no_grad():
-        expected = model(x)
+        assert torch.equal(copy.deepcopy(model)(x), model(x))
         outs = []
 
         def run():
             with torch.no_grad():
                 outs.append(model(x))
 
-        threads = [threading.Thread(target=run) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(torch.equal(out, expected) for out in outs)
-        assert torch.equal(copy.deepcopy(model)(x), expected)
-        assert len(calls) == 10
+        def together(count):
+            threads = [threading.Thread(target=run) for _ in range(count)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        # A new thread may have another number of threads of torch's, whose products then round
+        # otherwise: one alone says what three at once must give.
+        together(1)
+        together(3)
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        assert len(calls) == 12
 
 
 def test_a_replaced_model_can_be_saved():

@@ -399,18 +399,22 @@ def test_the_callback_of_a_trainer(tmp_path) -> None:
 
 def test_a_callback_checks_its_tau() -> None:
     require("models")
-    with pytest.raises(mh.ArgumentError, match="tau must be"):
-        trainer_callback(stability(nn.Linear(2, 2)), clip=-1.0)
+    with (
+        stability(nn.Linear(2, 2)) as monitor,
+        pytest.raises(mh.ArgumentError, match="tau must be"),
+    ):
+        trainer_callback(monitor, clip=-1.0)
 
 
 def test_the_trainers_callback_refuses_to_clip_by_one_of_several_processes() -> None:
     require("models")
-    clipping = trainer_callback(stability(nn.Linear(2, 2)), clip=100.0)
     alone, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
-    clipping.on_train_begin(alone, None, None)
-    with pytest.raises(mh.ArgumentError, match=r"2 processes train.*all_reduced"):
-        clipping.on_train_begin(two, None, None)
-    trainer_callback(stability(nn.Linear(2, 2))).on_train_begin(two, None, None)
+    with stability(nn.Linear(2, 2)) as monitor:
+        clipping = trainer_callback(monitor, clip=100.0)
+        clipping.on_train_begin(alone, None, None)
+        with pytest.raises(mh.ArgumentError, match=r"2 processes train.*all_reduced"):
+            clipping.on_train_begin(two, None, None)
+        trainer_callback(monitor).on_train_begin(two, None, None)
 
 
 def test_the_formula_agrees() -> None:

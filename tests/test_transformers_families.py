@@ -99,9 +99,12 @@ def test_decoding_continues_prefill(models, family, padding, kind):
         else:
             cache = StaticCache(config=model.config, max_cache_len=23)
         outputs.append(_decode(model, cache, inputs, steps))
-    for step, (actual, baseline, expected) in enumerate(zip(*outputs, strict=True)):
-        rows = real if step == 0 else torch.ones_like(actual[..., 0], dtype=torch.bool)
-        assert_close(actual[rows], expected[rows], baseline[rows], what=f"step {step}")
+    # A step of one token has few logits, all of which plain torch may have exact by luck.
+    actual, baseline, expected = (
+        torch.cat([prefill[real], *(step.flatten(0, 1) for step in steps)])
+        for prefill, *steps in outputs
+    )
+    assert_close(actual, expected, baseline)
 
 
 STATIC = {"cache_implementation": "static"}  # which transformers offers for decoders

@@ -57,8 +57,9 @@ def stability(
 
     * torch.compile: in steps that are looked at, compiled models run eagerly (the stance
       "force_eager", for the whole process), since a compiled graph shows no calls; their numbers
-      are those of eager then. In all other steps the model carries no hooks, and its graph runs
-      unbroken. The very first step is not looked at if the model is compiled in it.
+      are those of eager then, also where a monitor is dropped without `close()`. In all other
+      steps the model carries no hooks, and its graph runs unbroken. The very first step is not
+      looked at if the model is compiled in it.
     * Distributed: a report is of this process's own samples. `report = all_reduced(report)` makes
       it that of all, for ranks that hold the same heads (data parallel).
 
