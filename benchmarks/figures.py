@@ -11,8 +11,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import long_tables
+import loss_plot
+import plot
 import short_tables
 from multihead.bench.results import Document, load_all
 
@@ -44,6 +47,13 @@ def fill(
     return _BLOCK.sub(rewrite, text)
 
 
+def plot_of(suite: str) -> ModuleType | None:
+    """The module that draws the documents of a suite; None where they have no picture."""
+    if suite == "prefill":
+        return plot
+    return loss_plot if suite in loss_plot.PLOTS else None
+
+
 def main() -> int:
     """Rewrite both files, then draw the pictures where matplotlib and a browser are installed."""
     documents = load_all(RESULTS)
@@ -51,17 +61,11 @@ def main() -> int:
         path.write_text(fill(path.read_text(encoding="utf-8"), documents, blocks), encoding="utf-8")
         print(f"Tables: {path.relative_to(ROOT)}")
     import picture
-    import plot
-    import removal_plot
-    import restriction_plot
 
     for document in documents:
-        if document["suite"] == "prefill":
-            print(plot.draw(document, IMAGES))
-        elif document["suite"] == "removal":
-            print(removal_plot.draw(document, IMAGES))
-        elif document["suite"] == "restriction":
-            print(restriction_plot.draw(document, IMAGES))
+        drawn = plot_of(document["suite"])
+        if drawn is not None:
+            print(drawn.draw(document, IMAGES))
     print(picture.take(IMAGES / "heads.png"))
     return 0
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import removal_plot
-import restriction_plot
+import loss_plot
 from cells import (
     NOTHING,
     call,
@@ -177,10 +176,10 @@ def _removal(document: Document) -> str:
     if not rows:
         return f"{where(document)}\n\n{not_measurable(document)}"
     counts, units = rows[0]["removed"], rows[0]["units"]
-    lines = [(row["what"], *_losses(row)) for row in rows]
+    lines = [(row["what"], *_losses(document, row)) for row in rows]
     head = ("removed", *(f"{100 * count / units:.0f} %" for count in counts))
     correlations = "; ".join(_correlations(row) for row in rows if "rank_correlations" in row)
-    picture = f"![{removal_plot.CAPTION}](images/{removal_plot.file_name(document)})"
+    picture = loss_plot.image(document, "images")
     scored = ", ".join(
         f"{row['name'].replace('-', ' ')} over {row['scored_tokens']:,} tokens"
         for row in rows
@@ -198,10 +197,10 @@ def _restriction(document: Document) -> str:
     if not rows:
         return f"{where(document)}\n\n{not_measurable(document)}"
     first = rows[0]
-    lines = [(row["what"], *_changes(row)) for row in rows]
+    lines = [(row["what"], *_changes(document, row)) for row in rows]
     shares = (f"{100 * count / first['units']:.0f} %" for count in first["restricted"][1:])
     whole = first["restriction_losses"][0][0]
-    picture = f"![{restriction_plot.CAPTION}](images/{restriction_plot.file_name(document)})"
+    picture = loss_plot.image(document, "images")
     return (
         f"{where(document)} Far mass over {first['measured_tokens']:,} tokens, losses over "
         f"{first['tested_tokens']:,} others: {whole:.3f} unrestricted, and what is added to it.\n\n"
@@ -209,9 +208,9 @@ def _restriction(document: Document) -> str:
     )
 
 
-def _changes(row: dict[str, Any]) -> Iterator[str]:
+def _changes(document: Document, row: dict[str, Any]) -> Iterator[str]:
     """What each count adds to the loss; of several draws the median and the range."""
-    for changes in restriction_plot.changes(row)[1:]:
+    for changes in loss_plot.draws_by_count(document, row)[1:]:
         low, high = min(changes), max(changes)
         spread = f" ({low:+.3f} to {high:+.3f})" if len(set(changes)) > 1 else ""
         yield f"{statistics.median(changes):+.3f}{spread}"
@@ -222,9 +221,9 @@ def _correlations(row: dict[str, Any]) -> str:
     return f"{row['name'].replace('-', ' ')} {numbers}"
 
 
-def _losses(row: dict[str, Any]) -> Iterator[str]:
+def _losses(document: Document, row: dict[str, Any]) -> Iterator[str]:
     """The loss behind each count; of several draws the median and the range."""
-    for losses in zip(*row["removal_losses"], strict=True):
+    for losses in loss_plot.draws_by_count(document, row):
         spread = f" ({min(losses):.2f}-{max(losses):.2f})" if len(set(losses)) > 1 else ""
         yield f"{statistics.median(losses):.2f}{spread}"
 

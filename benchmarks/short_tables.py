@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
+import loss_plot
 import plot
 from cells import (
     NOTHING,
@@ -82,6 +83,18 @@ def inspect_block(documents: Sequence[Document]) -> str:
     return "\n".join(map(_inspect_section, found)) if found else NOTHING
 
 
+def removal_block(documents: Sequence[Document]) -> str:
+    """For each machine a picture of the loss against heads removed, and what it shows."""
+    found = of_suite(documents, "removal")
+    return "\n".join(map(_removal_section, found)) if found else NOTHING
+
+
+def restriction_block(documents: Sequence[Document]) -> str:
+    """For each machine a picture of the loss against heads restricted, and what it shows."""
+    found = of_suite(documents, "restriction")
+    return "\n".join(map(_restriction_section, found)) if found else NOTHING
+
+
 def cost_block(documents: Sequence[Document]) -> str:
     """For each machine how far the predictions of memory and time were off."""
     found = of_suite(documents, "cost")
@@ -89,6 +102,8 @@ def cost_block(documents: Sequence[Document]) -> str:
 
 
 BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
+    "removal": removal_block,
+    "restriction": restriction_block,
     "prefill": prefill_block,
     "calls": calls_block,
     "layer": layer_block,
@@ -231,6 +246,63 @@ def _cost_line(document: Document) -> str:
         f"time by at most **{100 * of_time[0]:.0f} %** ({of_time[1]}): counted operations and "
         "bytes, and rates measured at one length.\n"
     )
+
+
+def _removal_section(document: Document) -> str:
+    if not measured(document):
+        return f"{_place(document)} {not_measurable(document)}"
+    place, units = _nearest(document, 10.0)
+    parts = [
+        f"{_spread(line, place, '.2f')} {_BY[line['name']]}" for line in loss_plot.lines(document)
+    ]
+    whole = loss_plot.lines(document)[0]["medians"][0]
+    return (
+        f"{loss_plot.image(document, 'docs/images')}\n\n"
+        f"Without {units} KV groups SmolLM2's loss of {whole:.2f} nats a token becomes "
+        f"{', '.join(parts)} ({document['machine']['processor']}, commit "
+        f"{document['commit'] or 'unknown'}).\n"
+    )
+
+
+def _restriction_section(document: Document) -> str:
+    rows = measured(document)
+    if not rows:
+        return f"{_place(document)} {not_measurable(document)}"
+    place, units = _nearest(document, 50.0)
+    parts = [
+        f"{_spread(line, place, '+.3f')} {_BY[line['name']]}" for line in loss_plot.lines(document)
+    ]
+    return (
+        f"{loss_plot.image(document, 'docs/images')}\n\n"
+        f"{units} KV groups that see {rows[0]['window']} keys and the first "
+        f"{rows[0]['keep_first']} alone, in texts of {rows[0]['tested_tokens']:,} tokens, add to "
+        f"the loss {', '.join(parts)} ({document['machine']['processor']}, commit "
+        f"{document['commit'] or 'unknown'}).\n"
+    )
+
+
+# How the groups of a line were chosen.
+_BY = {
+    "gate-gradient": "if chosen by the gradient of a gate on each",
+    "leave-one-out": "by leaving each out alone",
+    "far-mass": "nats a token if chosen by the mass that they put beyond the window",
+    "random": "at random",
+}
+
+
+def _nearest(document: Document, share: float) -> tuple[int, str]:
+    """The place of the measured share next to `share` per cent, and its groups in words."""
+    shares = loss_plot.lines(document)[0]["shares"]
+    place = min(range(len(shares)), key=lambda i: abs(float(shares[i]) - share))
+    units = measured(document)[0]["units"]
+    return place, f"{round(shares[place] * units / 100)} of {units}"
+
+
+def _spread(line: dict[str, Any], place: int, form: str) -> str:
+    """The median, and the range over draws where there are several."""
+    median, low, high = (line[name][place] for name in ("medians", "low", "high"))
+    spread = f" ({low:{form}} to {high:{form}} in {line['draws']} draws)"
+    return f"{median:{form}}{spread if line['draws'] > 1 else ''}"
 
 
 def _inspect_section(document: Document) -> str:

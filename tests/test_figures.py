@@ -12,9 +12,8 @@ import torch
 import cells
 import figures
 import long_tables
+import loss_plot
 import plot
-import removal_plot
-import restriction_plot
 import short_tables
 from multihead.bench.results import file_name, load_all
 from multihead.bench.suites import SUITES
@@ -73,11 +72,7 @@ def test_the_pictures_exist() -> None:
 
 def test_the_plots_are_those_of_the_results() -> None:
     for document in RESULTS:
-        drawn = {
-            "prefill": plot,
-            "removal": removal_plot,
-            "restriction": restriction_plot,
-        }.get(document["suite"])
+        drawn = figures.plot_of(document["suite"])
         if drawn is not None:
             picture = (figures.IMAGES / drawn.file_name(document)).read_text(encoding="utf-8")
             assert drawn.digest(document) in picture, "run `make figures`"
@@ -361,19 +356,28 @@ def test_a_removal_has_a_picture_and_the_range_of_draws(tmp_path: Path) -> None:
     assert "| at random | 3.00 | 5.00 (4.00-6.00) | 8.00 (7.00-9.00) |" in block
     assert "Rank correlation with the gate gradients: random 0.12, -0.50, 0.00." in block
     assert "Scored by gate gradient over 1,024 tokens; losses over 2,048 others." in block
-    assert f"(images/{removal_plot.file_name(removals())})" in block
+    assert f"(images/{loss_plot.file_name(removals())})" in block
+    short = short_tables.BLOCKS["removal"]([removals()])
+    assert f"(docs/images/{loss_plot.file_name(removals())})" in short
+    assert (
+        "Without 2 of 20 KV groups SmolLM2's loss of 3.00 nats a token becomes 3.12 if chosen by "
+        "the gradient of a gate on each, 5.00 (4.00 to 6.00 in 3 draws) at random (A Processor"
+    ) in short
     pytest.importorskip("matplotlib")
     for _ in range(2):
-        removal_plot.draw(removals(), tmp_path)
+        loss_plot.draw(removals(), tmp_path)
     (path,) = tmp_path.iterdir()
-    assert removal_plot.digest(removals()) in path.read_text(encoding="utf-8")
-    gradient, random = removal_plot.lines(removals())
+    assert loss_plot.digest(removals()) in path.read_text(encoding="utf-8")
+    gradient, random = loss_plot.lines(removals())
     assert gradient["shares"] == [0, 10, 50]
-    assert (random["losses"], random["low"], random["high"]) == ([3, 5, 8], [3, 4, 7], [3, 6, 9])
+    assert (random["medians"], random["low"], random["high"]) == ([3, 5, 8], [3, 4, 7], [3, 6, 9])
 
 
 def restrictions() -> dict[str, Any]:
-    shared = {"units": 20, "restricted": [0, 2, 20], "measured_tokens": 512, "tested_tokens": 1024}
+    shared = {
+        **{"units": 20, "restricted": [0, 2, 20], "window": 256, "keep_first": 4},
+        **{"measured_tokens": 512, "tested_tokens": 1024},
+    }
     return document(
         "restriction",
         {"name": "far-mass", "what": "by mass", "restriction_losses": [[3.0, 2.75, 5.0]], **shared},
@@ -390,12 +394,19 @@ def test_a_restriction_has_a_picture_and_what_it_adds(tmp_path: Path) -> None:
     assert "| by mass | -0.250 | +2.000 |" in block
     assert "| at random | +0.500 (+0.250 to +1.000) | +2.000 |" in block
     assert "Far mass over 512 tokens, losses over 1,024 others: 3.000 unrestricted" in block
-    assert f"(images/{restriction_plot.file_name(restrictions())})" in block
+    assert f"(images/{loss_plot.file_name(restrictions())})" in block
+    short = short_tables.BLOCKS["restriction"]([restrictions()])
+    assert f"(docs/images/{loss_plot.file_name(restrictions())})" in short
+    assert (
+        "2 of 20 KV groups that see 256 keys and the first 4 alone, in texts of 1,024 tokens, add "
+        "to the loss -0.250 nats a token if chosen by the mass that they put beyond the window, "
+        "+0.500 (+0.250 to +1.000 in 3 draws) at random (A Processor"
+    ) in short
     pytest.importorskip("matplotlib")
     for _ in range(2):
-        restriction_plot.draw(restrictions(), tmp_path)
+        loss_plot.draw(restrictions(), tmp_path)
     (path,) = tmp_path.iterdir()
-    assert restriction_plot.digest(restrictions()) in path.read_text(encoding="utf-8")
-    mass, random = restriction_plot.lines(restrictions())
-    assert (mass["shares"], mass["changes"]) == ([0, 10, 100], [0, -0.25, 2])
+    assert loss_plot.digest(restrictions()) in path.read_text(encoding="utf-8")
+    mass, random = loss_plot.lines(restrictions())
+    assert (mass["shares"], mass["medians"]) == ([0, 10, 100], [0, -0.25, 2])
     assert (random["low"], random["high"]) == ([0, 0.25, 2], [0, 1, 2])
