@@ -132,8 +132,10 @@ INLINE void attend(const ForwardArgs& a, int64_t b, int64_t kv_head, KeyValueBlo
     block.keys = key_operand(a, b, kv_head, block.begin, count, scratch.keys);
     block.has_keys = true;
   }
+  Needs needs;
+  const Vectors* need = needs.find(scratch.block.bits, seen);
   score_block<Product>(block.keys.data + begin * block.keys.stride, block.keys.stride, tile.query,
-                       scratch.query_steps, end - begin, scores + begin * kTile);
+                       scratch.query_steps, end - begin, need, scores + begin * kTile);
 
   if (tile.pool) open_bin_of_block(a, block.begin, tile.state, *tile.pool);
   weigh_block(a, b, block.begin, count, tile.rows, seen, scratch.block, tile.state);
@@ -153,7 +155,7 @@ INLINE void attend(const ForwardArgs& a, int64_t b, int64_t kv_head, KeyValueBlo
       weights_operand(Product{}, scores, begin, end, paired);
   const int first_step = begin / Product::terms;
   value_block<Product>(block.values.data + first_step * block.values.stride, block.values.stride,
-                       weights + first_step * kTile, steps_for<Product>(end) - first_step,
+                       weights + first_step * kTile, steps_for<Product>(end) - first_step, need,
                        tile.state.decay, a.value_dim, tile.out);
   if (block.odd_count)
     add_odd_values(a, b, kv_head, scratch.strip, block, seen, scratch.block, kTile, 1, kTile,

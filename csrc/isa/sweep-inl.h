@@ -158,9 +158,10 @@ INLINE Visibility weigh_tile(const ForwardArgs& a, const SweepItem& item,
     block.has_keys = true;
   }
   float* scores = scratch.block.scores;
+  Needs needs;
   score_block<Product>(block.keys.data + seen.begin * block.keys.stride, block.keys.stride,
                        tile.query, scratch.query_steps, seen.end - seen.begin,
-                       scores + seen.begin * kTile);
+                       needs.find(scratch.block.bits, seen), scores + seen.begin * kTile);
   make_logits(a, b, block.begin, count, tile.rows, seen, scratch.block);
   weigh_by_lse(a, scores, seen.begin, seen.end, tile.lse);
   return seen;

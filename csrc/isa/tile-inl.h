@@ -89,6 +89,27 @@ INLINE void take_whole_rows(Visibility& seen, int count) {
   seen.end = lower(static_cast<int>(round_up(seen.end, kBlockRows)), count);
 }
 
+// Which vectors of the tile see something of each register block of keys, for the products; null
+// where all see something of all.
+struct Needs {
+  Vectors of[(kKeyBlock + kBlockRows - 1) / kBlockRows];
+
+  INLINE const Vectors* find(const RowBits* bits, const Visibility& seen) {
+    if (seen.full || kTileVectors == 1) return nullptr;
+    constexpr RowBits kVectorRows = (RowBits{1} << kLanes) - 1;
+    bool spares = false;
+    for (int k = seen.begin; k < seen.end; k += kBlockRows) {
+      RowBits some = 0;
+      for (int i = k; i < k + kBlockRows && i < seen.end; ++i) some |= bits[i];
+      Vectors& v = of[k / kBlockRows] = {0, kTileVectors};
+      while (v.first + 1 < v.end && !(some >> v.first * kLanes & kVectorRows)) ++v.first;
+      while (v.first + 1 < v.end && !(some >> (v.end - 1) * kLanes & kVectorRows)) --v.end;
+      spares |= v.end - v.first < kTileVectors;
+    }
+    return spares ? of + seen.begin / kBlockRows : nullptr;
+  }
+};
+
 // The keys that exist for a batch row.
 INLINE int64_t key_end(const ForwardArgs& a, int64_t b) {
   return a.mask.key_lengths && a.mask.key_lengths[b] < a.key_length ? a.mask.key_lengths[b]

@@ -73,15 +73,15 @@ INLINE void multiply(const Pair* left, ptrdiff_t left_stride, const Pair* right,
 // tdpbf16ps adds the 32 terms of a tile before they join the sum: no chain is long.
 template <>
 INLINE void score_block<TileProduct>(const Pair* keys, ptrdiff_t key_stride, const Pair* query,
-                                     ptrdiff_t steps, int count, float* scores) {
+                                     ptrdiff_t steps, int count, const Vectors*, float* scores) {
   for (int k = 0; k < count; k += kBlockRows)
     multiply(keys + k * key_stride, key_stride, query, steps, scores + k * kTile);
 }
 
 template <>
 NOINLINE void value_block<TileProduct>(const Pair* values, ptrdiff_t, const Pair* weights,
-                                       ptrdiff_t steps, const float* decay, int64_t columns,
-                                       float* out) {
+                                       ptrdiff_t steps, const Vectors*, const float* decay,
+                                       int64_t columns, float* out) {
   constexpr int kColumns = kBlockRows;
   alignas(64) float sums[kColumns * kTile];
   Vec d[kTileVectors];
