@@ -131,7 +131,7 @@ def test_a_command_of_the_docs_exists(page: str, command: str) -> None:
         script = write_docs.ROOT / first.replace("NAME", "claim")
         assert script.exists() or script.stem in claims_page.ORDER, page
     else:
-        from multihead.cli.app import app
+        from multihead.cli.commands import app
 
         assert first in {each.name or each.callback.__name__ for each in app.registered_commands}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.main import get_command
 
-from multihead.cli.app import app
+from multihead.cli.commands import app
 from requires import require
 
 ROOT = Path(__file__).parents[1]

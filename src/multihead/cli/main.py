@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     _survive_narrow_encodings()
     try:
-        from multihead.cli.app import app
+        from multihead.cli.commands import app
 
         status = app(arguments or ["--help"], prog_name="multihead", standalone_mode=False)
         sys.stdout.flush()
