@@ -15,8 +15,9 @@ NAMES = """
     MultiHeadAttention MultiheadError NTKScaling PagedKVCache Positions PrefixCausal Prepacked
     QuantizedKVCache QueryStart RoPE Rotation STATISTICS Sampling SinusoidalPositions
     SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache YaRNScaling alibi_slopes
-    apply_rope attention attention_map attention_weights attention_with_stats explain generate
-    generate_steps prepack received_attention replace_sdpa unpack watch
+    apply_rope attention attention_map attention_stats attention_weights attention_with_stats
+    explain generate generate_steps merge_attention prepack received_attention replace_sdpa unpack
+    watch
 """
 
 

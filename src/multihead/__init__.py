@@ -69,7 +69,9 @@ from .nn import (
 )
 from .ops.attention import AttentionResult, Explanation, attention, attention_with_stats, explain
 from .ops.key_values import KeyValues
+from .ops.merging import merge_attention
 from .ops.problem import STATISTICS, ALiBi
+from .ops.row_statistics import attention_stats
 from .ops.weights import attention_map, attention_weights, received_attention
 
 if TYPE_CHECKING:
@@ -138,11 +140,13 @@ __all__ = [
     "apply_rope",
     "attention",
     "attention_map",
+    "attention_stats",
     "attention_weights",
     "attention_with_stats",
     "explain",
     "generate",
     "generate_steps",
+    "merge_attention",
     "prepack",
     "received_attention",
     "replace_sdpa",

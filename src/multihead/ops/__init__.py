@@ -3,6 +3,7 @@
 from . import flop_formulas
 from .attention import AttentionResult, Explanation, attention, attention_with_stats, explain
 from .key_values import KeyValues
+from .merging import merge_attention
 from .problem import STATISTICS, ALiBi
 from .row_statistics import attention_stats
 from .weights import attention_map, attention_weights, received_attention
@@ -19,6 +20,7 @@ __all__ = [
     "attention_weights",
     "attention_with_stats",
     "explain",
+    "merge_attention",
     "received_attention",
 ]
 
