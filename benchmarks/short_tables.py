@@ -1,8 +1,12 @@
-"""README's blocks: one table for prefill, one for the other calls, a line for what is added."""
+"""README's blocks: one table for prefill, one for the other calls, a line for what is added.
+
+Of prefill and calls README has the table of the machine that was measured last, and a line for each
+other one, whose tables docs/benchmarks.md has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,6 +15,7 @@ import plot
 from cells import (
     NOTHING,
     best,
+    best_peer,
     call,
     limits,
     losses,
@@ -34,15 +39,16 @@ _CALLS = ("window", "packed", "decode", "grouped")
 
 
 def prefill_block(documents: Sequence[Document]) -> str:
-    """For each machine a picture and a table: ours, torch, and the best peer by name."""
+    """A picture and a table: ours, torch, and the best peer by name."""
     found = of_suite(documents, "prefill")
     if not found:
         return NOTHING
-    return "\n".join([*map(_prefill_section, found), _not_measured(found)])
+    newest, *others = _newest_first([[document] for document in found])
+    return "\n".join([_prefill_section(*newest), *map(_elsewhere, others), _not_measured(found)])
 
 
 def calls_block(documents: Sequence[Document]) -> str:
-    """For each machine one table of windows, packed documents, decoding, groups, small calls."""
+    """One table of windows, packed documents, decoding, groups, small calls."""
     names = (*_CALLS, "small")
     machines: dict[str, list[Document]] = {}
     for name in names:
@@ -50,7 +56,8 @@ def calls_block(documents: Sequence[Document]) -> str:
             machines.setdefault(_machine(document), []).append(document)
     if not machines:
         return NOTHING
-    return "\n".join(_calls_section(found) for found in machines.values())
+    newest, *others = _newest_first(machines.values())
+    return "\n".join([_calls_section(newest), *map(_elsewhere, others)])
 
 
 def layer_block(documents: Sequence[Document]) -> str:
@@ -327,6 +334,33 @@ def _place(document: Document) -> str:
     return (
         f"**{machine['class']}** ({machine['processor']}, {machine['threads']} threads, commit "
         f"{document['commit'] or 'unknown'}):"
+    )
+
+
+def _newest_first(machines: Iterable[list[Document]]) -> list[list[Document]]:
+    """The documents of each machine, those of the last measured one first."""
+    return sorted(
+        machines,
+        key=lambda found: max(document.get("date", "") for document in found),
+        reverse=True,
+    )
+
+
+def _elsewhere(documents: Sequence[Document]) -> str:
+    """How the rows of another machine compare with torch's and with the best other, in a line."""
+    machine = documents[0]["machine"]
+    rows = [row for document in documents for row in measured(document)]
+    torch = [row["ratios"][TORCH] for row in rows]
+    peers = [row["ratios"][name] for row in rows if (name := best_peer(row)) is not None]
+    parts = [
+        f"{min(ratios):.2f}x to {max(ratios):.2f}x {name}, slower in "
+        f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rows"
+        for name, ratios in (("torch", torch), ("the best other", peers))
+        if ratios
+    ]
+    return (
+        f"**{machine['class']}** ({machine['processor']}, {machine['threads']} threads): "
+        f"{'; '.join(parts)} ([docs/benchmarks.md](docs/benchmarks.md)).\n"
     )
 
 

@@ -161,6 +161,25 @@ def test_a_table_has_what_makes_a_ratio_believable() -> None:
     assert "x86-64 with AVX2" not in block.partition("Not measured:")[2]
 
 
+@pytest.mark.parametrize(("suite", "block"), [("prefill", "prefill"), ("window", "calls")])
+def test_the_last_machine_has_a_table_and_the_others_a_line(suite: str, block: str) -> None:
+    lost = row("window-256")
+    lost["ratios"] = {"torch": 0.5, "zentorch": 0.75, "jax": 4.0}
+    old = document(suite, row("window-128"), lost, date="2026-01-02")
+    old["machine"] = {**old["machine"], "processor": "An Older One", "class": "x86-64 with AMX"}
+    new = document(suite, row("window-64"), date="2026-01-03")
+    for documents in ([old, new], [new, old]):
+        filled = short_tables.BLOCKS[block](documents)
+        assert filled.count("\n| --- ") == 1
+        assert len(lines_of(filled, "| window of 64")) == 1
+        (line,) = lines_of(filled, "**x86-64 with AMX** (An Older One, 2 threads):")
+        assert (
+            "0.50x to 3.00x torch, slower in 1 of 2 rows; 0.75x to 1.20x the best other, slower "
+            "in 1 of 2 rows"
+        ) in line
+        assert filled.index("A Processor") < filled.index("An Older One")
+
+
 @pytest.mark.parametrize("suite", ["prefill", "window"])
 def test_a_loss_is_said_and_stays(suite: str) -> None:
     lost = row("window-256" if suite == "window" else "full")
