@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -207,6 +208,15 @@ def test_decoding_with_a_cache():
     )
 
 
+def test_heads_may_be_numpys_integers():
+    model, ids = tiny.language_model(), tiny.tokens(2, 7)
+    chosen = np.argwhere(np.arange(12).reshape(2, 6) % 5 == 1)
+    with ablate(model, chosen), torch.no_grad():
+        found = outputs(model, ids)
+    with ablate(model, {(0, 1), (1, 0), (1, 5)}), torch.no_grad():
+        assert torch.equal(found, outputs(model, ids))
+
+
 REFUSED = [
     (
         {(2, 0)},
@@ -219,6 +229,7 @@ REFUSED = [
     ({3, 4}, {}, mh.DtypeError, r"heads must be pairs \(layer, head\) of integers"),
     ((0, 1), {}, mh.DtypeError, "heads must be pairs"),
     ({(0, 1.0)}, {}, mh.DtypeError, "heads must be pairs"),
+    ({(0, True)}, {}, mh.DtypeError, "heads must be pairs"),
     (5, {}, mh.DtypeError, "heads must be pairs"),
     (
         HEADS,

@@ -232,6 +232,17 @@ def test_masters_of_another_shape_are_refused() -> None:
     assert torch.equal(built.qkv_proj.bias, bias)
 
 
+def test_a_missing_master_of_a_rounded_parameter_is_refused() -> None:
+    built = layer().bfloat16()
+    report, before = measured(built, lambda: built(torch.randn(1, 9, 21).bfloat16()))
+    weight = built.qkv_proj.weight.clone()
+    masters = {built.qkv_proj.bias: built.qkv_proj.bias.detach().float()}
+    with pytest.raises(mh.ArgumentError, match=r"no tensor for a parameter of shape \[\d+, 21\]"):
+        qk_clip(built, report, tau=float(before.min()) / 2, masters=masters)
+    assert torch.equal(built.qkv_proj.weight, weight)
+    assert torch.equal(masters[built.qkv_proj.bias], built.qkv_proj.bias.float())
+
+
 def test_every_layer_is_clipped_by_its_own_inputs() -> None:
     """Layers given what they had before: each of them then is at tau."""
     require("models")

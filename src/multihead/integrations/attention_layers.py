@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 
 from ..errors import ArgumentError, DtypeError, ModelError
@@ -122,9 +123,14 @@ def _pairs(heads: Iterable[Head]) -> list[Head]:
     except TypeError:
         raise wrong from None
     for address in found:
-        if len(address) != 2 or not all(type(number) is int for number in address):
+        if len(address) != 2 or not all(map(_is_integer, address)):
             raise wrong
-    return [(layer, head) for layer, head in found]
+    return [(int(layer), int(head)) for layer, head in found]
+
+
+def _is_integer(number: object) -> bool:
+    """Python's or numpy's, as argsort and argwhere give them."""
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def _no_such_head(layer: AttentionLayer, head: int) -> str:

@@ -78,7 +78,8 @@ def qk_clip(
 
     Raises:
         ArgumentError: a report over some rows, whose maxima are lower bounds, a tau that is not
-            above 0, or a master of another shape than its parameter. Nothing is changed.
+            above 0, or masters without one of a rounded parameter, or with one of another shape.
+            Nothing is changed.
         ModelError: a head above tau in a layer that cannot be clipped (qk_norm, projections that
             are not known, replaced or sharded); or a max_qk that is not finite. Nothing is changed.
 
@@ -114,11 +115,10 @@ def qk_clip(
             gamma = tau / float(maxima[head])
             clipped.append(Clipped(name, head, float(maxima[head]), gamma))
             _collect(scaled, layout, head, gamma)
-    masters = masters or {}
     for part in scaled.values():
         part.check(masters)
     for part in scaled.values():
-        part.apply(masters)
+        part.apply(masters or {})
     return tuple(clipped)
 
 
@@ -139,10 +139,19 @@ class _Scaled:
     length: int
     factor: float
 
-    def check(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Raise ArgumentError for a master of another shape."""
+    def check(self, masters: Mapping[nn.Parameter, Tensor] | None) -> None:
+        """Raise ArgumentError for a master of another shape, or none of a rounded parameter."""
+        if masters is None:
+            return
         master = masters.get(self.parameter)
-        if master is not None and master.shape != self.parameter.shape:
+        if master is None:
+            if self.parameter.dtype.itemsize < torch.float32.itemsize:
+                raise ArgumentError(
+                    f"masters has no tensor for a parameter of shape {list(self.parameter.shape)} "
+                    f"and {self.parameter.dtype}, whose own numbers the optimizer's next step "
+                    "would overwrite. Give one for each parameter of the clipped layers."
+                )
+        elif master.shape != self.parameter.shape:
             raise ArgumentError(
                 f"masters must have the shapes of their parameters, {list(self.parameter.shape)} "
                 f"for one of them; got {list(master.shape)}, perhaps a shard or a flat copy."
