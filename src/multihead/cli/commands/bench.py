@@ -60,7 +60,7 @@ def bench(
 ) -> None:
     """Time our attention against others', alternated in one process and checked against float64.
 
-    All suites take some forty minutes on two cores. The peers that are not installed are listed
+    All suites take some ninety minutes on two cores. The peers that are not installed are listed
     as such; pip install 'multihead[bench]' brings those that are optional.
     """
     from multihead.bench.run import run
