@@ -284,6 +284,23 @@ def test_a_process_that_fails_is_not_measured() -> None:
         )
 
 
+def test_maps_come_with_the_statistics() -> None:
+    from multihead.bench.rivals import Maps
+
+    query, key, value = torch.randn(1, 6, 70, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
+    maps = Maps()
+    out, weights = maps(torch.nn.Identity(), query, key, value, None, 0.3)
+    call = {"mask": mh.Causal(), "scale": 0.3}
+    whole = mh.attention_with_stats(query, key, value, stats=mh.STATISTICS, **call)
+    assert weights is None
+    assert torch.equal(out.transpose(1, 2), whole.out)
+    (statistics,), (found,) = maps.statistics, maps.maps
+    assert set(statistics) == set(mh.STATISTICS)
+    torch.testing.assert_close(statistics["entropy"], whole.entropy[0].double().mean(-1))
+    expected = mh.attention_map(query, key, whole.lse, bins=64, **call)
+    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-6)
+
+
 def test_the_dense_rival_computes_the_same_attention() -> None:
     from multihead.bench.rivals import Dense
 

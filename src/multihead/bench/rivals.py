@@ -1,6 +1,6 @@
-"""What the inspection is compared with: `python -m multihead.bench.rivals sdpa|dense TOKENS`.
+"""What the inspection is compared with: `python -m multihead.bench.rivals sdpa|dense|maps TOKENS`.
 
-Both run the model that `multihead inspect` looks at on the same tokens, in float32.
+All run the model that `multihead inspect` looks at on the same tokens, in float32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from multihead.heads.text import built_in, tokenize
 from multihead.integrations import load
+from multihead.masks import Causal
+from multihead.ops import STATISTICS, attention_with_stats
 
-DENSE = "one_head_at_a_time"
+_BINS = 64
+
+DENSE, MAPS = "one_head_at_a_time", "statistics_and_maps"
 
 
 @dataclass
@@ -70,13 +74,52 @@ class Dense:
         return self._hidden
 
 
+@dataclass
+class Maps:
+    """Our attention, which gives all statistics and the pooled maps of a layer in the same pass.
+
+    `statistics` has for each layer the means over queries [H], `maps` [H, 64, 64].
+    """
+
+    statistics: list[dict[str, Tensor]] = field(default_factory=list)
+    maps: list[Tensor] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query_bhqd: Tensor,
+        key_bgkd: Tensor,
+        value_bgkd: Tensor,
+        attention_mask: object,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """As `Dense`."""
+        del attention_mask
+        result = attention_with_stats(
+            query_bhqd,
+            key_bgkd,
+            value_bgkd,
+            mask=Causal(),
+            scale=scaling,
+            stats=STATISTICS,
+            bins=_BINS,
+        )
+        self.statistics.append(
+            {name: result.stats[name][0].double().mean(dim=-1) for name in STATISTICS}
+        )
+        self.maps.append(result.map[0])
+        return result.out.transpose(1, 2), None
+
+
 def main(name: str, tokens: int) -> None:
     """Load the model, read the tokens once, compute no logits but the last."""
     from transformers import AttentionInterface
 
     loaded = load()
     AttentionInterface.register(DENSE, Dense())
-    loaded.model.set_attn_implementation({"sdpa": "sdpa", "dense": DENSE}[name])
+    AttentionInterface.register(MAPS, Maps())
+    loaded.model.set_attn_implementation({"sdpa": "sdpa", "dense": DENSE, "maps": MAPS}[name])
     ids = tokenize(loaded.tokenizer, built_in(), tokens).ids
     with torch.inference_mode():
         loaded.model(torch.tensor([ids]), use_cache=False, logits_to_keep=1)

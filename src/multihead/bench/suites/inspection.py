@@ -49,8 +49,14 @@ def contestants(tokens: int) -> tuple[Contestant, ...]:
             2,
         ),
         Contestant(
+            "multihead maps",
+            "every statistic and a map of 64 x 64 of every head, in the model's own pass",
+            (*rivals, "maps", str(tokens)),
+            2,
+        ),
+        Contestant(
             "multihead --report",
-            "the same with `--report`: maps, sinks and what every key receives, in one page",
+            "`multihead inspect --report`: peaks, sinks and what every key receives too, in a page",
             (*inspect, "--report"),
             1,
             writes_page=True,
