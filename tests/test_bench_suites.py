@@ -269,14 +269,14 @@ def test_a_decoder_forgets_what_it_read() -> None:
     model = whole.smollm2(torch.float32, quick=True)
     ids = whole.text(13, quick=True)
     with torch.inference_mode():
-        expected = model(ids).logits[:, -1].expand(3, -1)
+        expected = model(ids).logits[:, 9:].expand(3, -1, -1)
         for decoder in (
             generation.Transformers(model, "sdpa", ids, batch=3, context=9),
             generation.Own(whole.own(model), ids, batch=3, context=9),
         ):
             once = decoder.run()
             assert torch.equal(decoder.run(), once)
-            assert once.shape == (3, model.config.vocab_size)
+            assert once.shape == (3, 4, model.config.vocab_size)
             torch.testing.assert_close(once, expected)
 
 
@@ -320,6 +320,23 @@ def test_a_whole_model_that_is_wrong_has_no_time() -> None:
     for error in (0.03, float("nan")):
         with pytest.raises(BackendError, match="a row: the result of ours"):
             verify.judge_whole("a row", {"ours": error, "torch": 0.01}, torch.bfloat16, "torch")
+
+
+def test_packed_weights_that_are_wrong_have_no_time_and_end_no_suite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require("native")
+    require("models")
+    errors = iter([0.0, 0.0, 0.0, 1.0, 0.0])
+    monkeypatch.setattr(generation, "differing", lambda *_: next(errors))
+    monkeypatch.setattr(mh.Prepacked, "serves", lambda *_: True)
+    case = generation.Decoding(torch.float32, 1, 16)
+    entry = generation._decode(case, True, SETTING)
+    assert set(entry["declined"]) == {whole.PREPACKED}
+    assert "differs by 1.00e+00 of its size" in entry["declined"][whole.PREPACKED]
+    for field in ("times", "ratios", "errors", "tokens_per_second"):
+        assert whole.PREPACKED not in entry[field]
+        assert field == "ratios" or whole.OWN_PREPACKED in entry[field]
 
 
 def test_a_model_that_is_absent_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,12 +93,12 @@ class Llama:
             self._lib.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
     def run(self) -> Tensor:
-        """Read the next tokens one by one, forget them, and return the last logits [B, V]."""
+        """Read the next tokens one by one, forget them, and return the last logits [B, 1, V]."""
         sequences = range(self._batch)
         for place in range(self._context, len(self._tokens)):
             token = [self._tokens[place]] * self._batch
             self._decode(token, [place] * self._batch, sequences)
-        logits = torch.stack([self._logits(row) for row in sequences])
+        logits = torch.stack([self._logits(row) for row in sequences])[:, None]
         for sequence in sequences:
             self._lib.llama_memory_seq_rm(self._memory, sequence, self._context, -1)
         return logits

@@ -116,10 +116,20 @@ def judge_whole(name: str, errors: Mapping[str, float], dtype: torch.dtype, base
     One rounding of the dtype is allowed on top. Peers that compute with other numbers than the
     model's (weights of four bits, say) are not judged so.
     """
-    allowed = 2 * errors[baseline] + torch.finfo(dtype).eps
-    for contestant, error in errors.items():
-        if not error <= allowed:  # NaN is wrong too
-            raise BackendError(
-                f"{name}: the result of {contestant} differs by {error:.2e} of its size; "
-                f"{allowed:.2e} is allowed. Its time means nothing."
-            )
+    for contestant in errors:
+        reason = off_by_too_much(contestant, errors, dtype, baseline)
+        if reason is not None:
+            raise BackendError(f"{name}: {reason}")
+
+
+def off_by_too_much(
+    contestant: str, errors: Mapping[str, float], dtype: torch.dtype, baseline: str
+) -> str | None:
+    """Why `judge_whole` would not accept a contestant; None where it would."""
+    allowed, error = 2 * errors[baseline] + torch.finfo(dtype).eps, errors[contestant]
+    if error <= allowed:  # NaN is wrong too
+        return None
+    return (
+        f"the result of {contestant} differs by {error:.2e} of its size; {allowed:.2e} is allowed. "
+        "Its time means nothing."
+    )
