@@ -77,6 +77,14 @@ def test_one_text_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no more" not in shown
 
 
+def test_a_corpus_that_goes_on_is_not_said_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last token that was asked for would be a window of its own."""
+    assert inspect("--text", LINES, "--tokens", "24") == 0
+    shown = capsys.readouterr().out
+    assert "read 23 tokens" in shown
+    assert "no more" not in shown
+
+
 def test_json_is_pure_and_that_of_the_record(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect("--text", LINES, "--json", "--out", "kept.safetensors") == 0
     captured = capsys.readouterr()
