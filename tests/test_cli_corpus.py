@@ -17,6 +17,7 @@ import tiny
 from corpora import TEXTS, Characters, write_lines
 from multihead.cli import main
 from multihead.cli.terminal.corpus import in_context
+from multihead.errors import InputError
 from multihead.heads import CorpusRecord, Link, read_corpus
 
 LINES = "lines.jsonl"
@@ -130,6 +131,25 @@ def test_an_interrupted_reading_goes_on(
         replace(it, document=it.document.replace("text ", "corpus.jsonl:"))
         for it in named_by_line(whole)
     ]
+
+
+def test_a_disk_that_fills_at_the_end_costs_no_reading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("multihead.heads.read_corpus", partial(read_corpus, save_seconds=0.0))
+
+    def full(record: CorpusRecord, path: Path) -> None:
+        raise InputError(f"{path} cannot be written: No space left on device.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CorpusRecord, "save", full)
+        assert inspect("--text", LINES, "--out", "kept") == 2
+    assert "kept cannot be written: No space left" in capsys.readouterr().err
+    assert not Path("kept").exists()
+    assert inspect("--text", LINES, "--out", "kept") == 0
+    assert capsys.readouterr().err == "Going on from kept.unfinished\n"
+    assert Path("kept").exists()
+    assert not Path("kept.unfinished").exists()
 
 
 def named_by_line(record: CorpusRecord) -> list[Link]:

@@ -81,7 +81,8 @@ def read_corpus(
         progress: called with the number of tokens read and that of those asked for.
         state: a file in which an unfinished reading is kept every `save_seconds`, and from which it
             goes on if called again with the same arguments: with the result, bit for bit, that it
-            would have had. It is written whole or not at all, and removed at the end.
+            would have had. It is written whole or not at all. Remove it when the result is saved:
+            until then it is all that a failure leaves.
 
     Raises:
         ArgumentError: a count, a context, a statistic or texts that cannot be used.
@@ -100,10 +101,7 @@ def read_corpus(
         if state is not None and time.monotonic() - saved >= save_seconds:
             save(reading.record(), state, unfinished=True)
             saved = time.monotonic()
-    record = reading.finished()
-    if state is not None:
-        state.unlink(missing_ok=True)
-    return record
+    return reading.finished()
 
 
 def model_hash(model: nn.Module) -> str:
