@@ -123,6 +123,13 @@ def test_saved_and_loaded(tmp_path) -> None:
     assert [it.name for it in tmp_path.iterdir()] == ["heads.safetensors"]
 
 
+def test_a_saved_file_is_readable_like_any_other(tmp_path) -> None:
+    record(texts(1)).save(tmp_path / "heads")
+    (tmp_path / "other").write_bytes(b"")
+    modes = {it.stat().st_mode for it in tmp_path.iterdir()}
+    assert len(modes) == 1
+
+
 def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
     path = tmp_path / "heads.safetensors"
     record(texts(1)).save(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,20 +95,18 @@ def write_tensors(path: Path, arrays: dict[str, Any], facts: dict[str, dict[str,
     safetensors = import_extra("safetensors.numpy")
     metadata = {key: json.dumps(value) for key, value in facts.items()}
     content = safetensors.save(arrays, metadata=metadata)
-    temporary = ""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            temporary = file.name
+        with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = ""
+        os.replace(part, path)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}.") from error
     finally:
-        if temporary:  # also after a KeyboardInterrupt
-            Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):  # it is there after a failure alone, also a KeyboardInterrupt
+            part.unlink()
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
