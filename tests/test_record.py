@@ -224,6 +224,14 @@ def test_the_largest_difference_comes_first() -> None:
     assert len(before.compare(after, "max_qk")) == 5
 
 
+def test_what_one_record_has_no_query_for_differs_by_nan() -> None:
+    """One head, and a text of one token, of which no query sees a token before it."""
+    one, other = (record(texts(1, length=it), layers="wide", heads=[0]) for it in (1, 23))
+    [found] = one.compare(other, "previous_token")
+    assert np.isnan([found.here, found.difference, found.spreads]).all()
+    assert found.there == other.statistics["previous_token"][0, 0]
+
+
 def test_other_shapes_do_not_compare_and_do_not_merge() -> None:
     whole, part = record(texts(1)), record(texts(1), heads=[0])
     with pytest.raises(mh.ArgumentError, match="2 layers of 3, 2 heads and 2 layers of 1 heads"):

@@ -92,7 +92,8 @@ def compare(
             if np.isnan(mine) and np.isnan(yours):
                 continue
             difference = yours - mine
-            spreads = abs(difference) / spread if difference else 0.0
+            # Without a spread there is no difference, or one of the two is NaN.
+            spreads = abs(difference) / spread if difference and spread else abs(difference)
             found.append(
                 HeadDifference(
                     layer, here.heads[layer][column], name, mine, yours, difference, spreads
