@@ -275,6 +275,49 @@ def test_saved_and_loaded(tmp_path):
         CorpusRecord.load(tmp_path / "heads")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-1], "is no JSON object"),
+        (lambda text: "[]", "is no JSON object"),
+        (lambda text: text.replace('"facts"', '"fact"'), "'facts'"),
+        (lambda text: text.replace('"asked"', '"aske"'), "'aske'"),
+        (lambda text: text.replace('"special": [0, 0]', '"special": 0'), "another kind"),
+        (lambda text: text.replace('"names": {', '"names": {"x": "", '), "'x'"),
+        (lambda text: text.replace('"format": 1', '"format": 0'), "another version"),
+    ],
+)
+def test_a_file_whose_words_are_damaged_is_refused(tmp_path, change, message):
+    from safetensors.numpy import save_file
+
+    arrays, metadata = parts(tmp_path / "corpus")
+    key = "multihead.corpus"
+    assert change(metadata[key]) != metadata[key]
+    save_file(arrays, tmp_path / "corpus", metadata | {key: change(metadata[key])})
+    with pytest.raises(InputError, match=f"corpus .*{message}"):
+        CorpusRecord.load(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("name", ["firsts", "strongest.key", "sampled.priority", "entropy.sum"])
+def test_a_file_of_other_tables_is_refused(tmp_path, name):
+    from safetensors.numpy import save_file
+
+    arrays, metadata = parts(tmp_path / "corpus")
+    for change in (arrays | {name: arrays[name][:1]}, {k: arrays[k] for k in arrays if k != name}):
+        save_file(change, tmp_path / "corpus", metadata)
+        with pytest.raises(InputError, match=f"corpus is damaged.*{name}"):
+            CorpusRecord.load(tmp_path / "corpus")
+
+
+def parts(path):
+    """The arrays and the metadata of a record that is saved at `path`."""
+    from safetensors import safe_open
+
+    read(texts=TEXTS[:1]).save(path)
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
 class _Stop(Exception):
     pass
 

@@ -37,7 +37,7 @@ def load(path: Path) -> HeadRecord:
             f"{path} is no record of heads, but another safetensors file. Records are written by "
             "HeadRecord.save."
         )
-    return of_parts(path, arrays, _facts(path, metadata[_KEY]))
+    return of_parts(path, arrays, words_of(path, metadata[_KEY]))
 
 
 def parts_of(record: HeadRecord) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -67,11 +67,11 @@ def of_parts(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> HeadR
     heads = tuple(map(tuple, facts["heads"]))
     shape = (len(facts["layers"]), max(map(len, heads), default=0))
     try:
-        queries = _array(arrays, "queries", shape)
+        queries = array_of(arrays, "queries", shape)
         totals = {
             name: StatisticTotals(
                 **{
-                    it: _array(
+                    it: array_of(
                         arrays, f"{name}.{it}", (*shape, BINS) if it == "histogram" else shape
                     )
                     for it in StatisticTotals.arrays()
@@ -122,8 +122,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise InputError(f"{path} is no record of heads: {error}") from error
 
 
-def _facts(path: Path, text: str) -> dict[str, Any]:
-    """What a file says of its record."""
+def words_of(path: Path, text: str) -> dict[str, Any]:
+    """What a file says of its record, from its metadata; InputError where it is damaged."""
     try:
         facts = json.loads(text)
     except ValueError:
@@ -157,7 +157,8 @@ def _bins(name: str) -> list[Any]:
     return [bins.scale.name, bins.low, bins.high, BINS]
 
 
-def _array(arrays: dict[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+def array_of(arrays: dict[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+    """An array of a file, read-only; KeyError or ValueError where it lacks it, or its shape."""
     array = arrays[name]
     if array.shape != shape:
         raise ValueError(name)
