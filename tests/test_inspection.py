@@ -16,9 +16,9 @@ import multihead as mh
 from close import assert_close
 from multihead.heads.inspecting import capture
 from multihead.heads.inspecting.inspection import Inspection, inspect_model
+from multihead.heads.running import observing
 from multihead.heads.text import SENTENCE
 from multihead.heads.watching.statistics import STATISTICS
-from multihead.heads.watching.watch import observing
 from multihead.ops.backends import native
 from multihead.ops.pooling import bin_edges
 from requires import require

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, ModelError
 from ..models import Encoder, EncoderDecoder, LanguageModel
 from ..ops.problem import Problem
-from .watching.watch import Running, observing, running_modules, set_to_multihead
+from .running import Running, observing, running_modules, set_to_multihead
 
 
 class LayerObserver(ABC):

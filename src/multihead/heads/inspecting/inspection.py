@@ -24,8 +24,8 @@ from ...errors import ArgumentError, InputError, ModelError
 from ...machine import processor_name
 from ...ops.backends import native
 from .. import text as texts
+from ..running import observing, set_to_multihead
 from ..watching.statistics import STATISTICS
-from ..watching.watch import observing, set_to_multihead
 from .capture import STRIPS, Call, Capture, Layer, Sweep
 from .gaps import pruned_heads, with_gaps
 

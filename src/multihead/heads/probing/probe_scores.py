@@ -38,7 +38,7 @@ from ...ops.diagonal import weights_along
 from ...ops.problem import Problem
 from ...ops.sweep import sweep, visible_keys
 from ..forward import LayerObserver, run
-from ..watching.watch import FloatTable
+from ..watching.histogram import Table
 from .probes import Frame, Probes, Sequences, draw
 
 ROLES = (
@@ -65,8 +65,8 @@ class Score:
     Layers with fewer heads than another end in NaN.
     """
 
-    score: FloatTable
-    control: FloatTable
+    score: Table
+    control: Table
     n: int
     offset: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
 
@@ -335,7 +335,7 @@ def _two_most_frequent(share_ho: Tensor) -> tuple[Tensor, Tensor]:
     return most_h2[:, 0], most_h2[:, 1]
 
 
-def _table(rows: list[Tensor]) -> FloatTable:
+def _table(rows: list[Tensor]) -> Table:
     """Rows of different length as one float64 array, NaN where a row is short."""
     table = np.full((len(rows), max(len(row) for row in rows)), np.nan)
     for place, row in enumerate(rows):

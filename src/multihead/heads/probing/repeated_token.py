@@ -22,7 +22,7 @@ from ...errors import ArgumentError
 from ...ops.diagonal import weights_along
 from ...ops.problem import Problem
 from ..forward import LayerObserver, check_positions, run
-from ..watching.watch import FloatTable
+from ..watching.histogram import Table
 from .probes import DEFAULT_SEEDS, Frame, random_tokens, words
 
 SINK_HEAD = 0.3
@@ -40,8 +40,8 @@ class RepeatedToken:
         n: sequences of each kind.
     """
 
-    repeated: FloatTable
-    random: FloatTable
+    repeated: Table
+    random: Table
     uniform: float
     length: int
     n: int
@@ -119,7 +119,7 @@ class _FirstKey(LayerObserver):
         self.means.append(weights_bhq1.double().mean((0, 2, 3)).cpu())
 
 
-def _first_key(model: nn.Module, token_ids: Tensor) -> FloatTable:
+def _first_key(model: nn.Module, token_ids: Tensor) -> Table:
     observer = _FirstKey(token_ids.shape)
     run(model, token_ids, observer)
     table = np.full((len(observer.means), max(map(len, observer.means))), np.nan)
@@ -128,5 +128,5 @@ def _first_key(model: nn.Module, token_ids: Tensor) -> FloatTable:
     return table
 
 
-def _share(alpha: FloatTable) -> float:
+def _share(alpha: Table) -> float:
     return float((alpha[np.isfinite(alpha)] > SINK_HEAD).mean())

@@ -19,7 +19,7 @@ from ...errors import ModelError
 from ...ops.problem import Problem
 from ...ops.row_statistics import statistics_of
 from ..loss import Loss, evaluating
-from ..watching.watch import observing, running_modules, set_to_multihead
+from ..running import observing, running_modules, set_to_multihead
 
 Masses = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -28,8 +28,7 @@ from ...errors import ArgumentError, DtypeError, ModelError
 from ...ops.problem import Problem
 from ...ops.row_statistics import at_rows, statistics_of
 from ...ops.sweep import visible_keys
-from ..running import inside_backward, running_modules
-from ..watching.watch import observing
+from ..running import inside_backward, observing, running_modules
 from .diagnosis import StabilityReport, StabilityThresholds, table
 
 _STATISTICS = ("entropy", "max_logit", "max_qk")

@@ -16,24 +16,13 @@ from ...ops import dispatch
 from ...ops.problem import Problem
 from ..running import Running, inside_backward, observing, running_modules, set_to_multihead
 from .choice import Choice, Keep, choose
-from .histogram import Counts as IntegerTable
+from .histogram import Counts
 from .lazy_weights import Copies, KeptCall, LazyWeights
 from .record import HeadRecord, joined
 from .statistics import RowStatistics, row_statistics
 from .totals import HeadTotals
 
-__all__ = [
-    "FloatTable",
-    "Heads",
-    "IntegerTable",
-    "Running",
-    "observing",
-    "running_modules",
-    "set_to_multihead",
-    "watch",
-]
-
-FloatTable = np.ndarray[Any, np.dtype[Any]]
+FloatTable = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @contextmanager
@@ -118,9 +107,9 @@ class Heads:
         return tuple(sorted(self._totals, key=self._order.__getitem__))
 
     @property
-    def queries(self) -> IntegerTable:
+    def queries(self) -> Counts:
         """How many queries each head's statistics are taken over: int64 [layers, heads]."""
-        counts: IntegerTable = joined([self._totals[name].queries for name in self.layers], fill=0)
+        counts: Counts = joined([self._totals[name].queries for name in self.layers], fill=0)
         return counts
 
     @property
@@ -147,7 +136,7 @@ class Heads:
         totals = [self._totals[name] for name in layers]
         most = max(totals, key=lambda it: it.tokens)
         return HeadRecord.of_layers(
-            model=model or _name(self._model),
+            model=model or model_name(self._model),
             dtype=", ".join(sorted(self._dtypes)),
             backend=", ".join(sorted(self._backends)),
             layers=layers,
@@ -217,6 +206,6 @@ class _Watcher:
         self._heads.add(layer, problem, stats, rows)
 
 
-def _name(model: nn.Module) -> str:
+def model_name(model: nn.Module) -> str:
     """What a model is called: by its config, else by its class."""
     return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
