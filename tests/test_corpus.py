@@ -346,6 +346,14 @@ def test_a_reading_goes_on_bit_for_bit(tmp_path, windows):
     assert equal(read(state=state), resumed)  # the state stays until the result is saved
 
 
+@pytest.mark.parametrize("name", [None, "other"])
+def test_a_reading_goes_on_under_another_name(tmp_path, name):
+    interrupted(tmp_path / "state", 5, name="one")
+    resumed = read(state=tmp_path / "state", name=name)
+    assert resumed.heads.model == (name or "LanguageModel")
+    assert equal(resumed, read())
+
+
 def test_the_state_is_of_whole_windows(tmp_path, monkeypatch):
     """An interruption while a window is read leaves nothing of it."""
     state = tmp_path / "state"

@@ -18,6 +18,7 @@ from ..forward import check_positions, position_count, run
 from ..text import piece
 from ..watching.choice import choose
 from ..watching.record import HeadRecord
+from ..watching.watch import model_name
 from .links import SampledLinks, draw
 from .record import CorpusFacts, CorpusRecord
 from .store import load, save
@@ -142,7 +143,7 @@ class _Reading:
         self._model = model
         self._tokenizer = tokenizer
         self._choice = choose(model, statistics, None, None, None)
-        self._name = name
+        self._name = name or model_name(model)
         self._windows = Windows(tokenizer, context)
         self._digest = Digest()
         self._options: dict[str, Any] = {
@@ -249,7 +250,7 @@ class _Reading:
     def _adopt(self, state: Path, before: CorpusRecord) -> None:
         if before.facts.sha256 != self._digest.hex:
             raise _other(state, "another corpus, or with another tokenizer")
-        self._heads = before.heads
+        self._heads = replace(before.heads, model=self._name)
         self._tables = Tables(before.firsts, before.strongest, before.sampled)
         self._priority = before.sampled.priority
         self._names = dict(before.names)

@@ -95,7 +95,7 @@ class WindowObserver(LayerObserver):
         self._heads.add(name, problem, stats, rows)
         self._links[name] = layer_links(problem, stats, self._drawn)
 
-    def result(self, name: str | None) -> tuple[HeadRecord, list[LayerLinks]]:
+    def result(self, name: str) -> tuple[HeadRecord, list[LayerLinks]]:
         """What was seen, layers in the order of the record."""
         assert self._heads is not None  # run() raises where no layer attended
         record = self._heads.record(name)
