@@ -111,6 +111,15 @@ def test_bad_lines_are_named_by_number(tmp_path: Path, line: str, message: str) 
         contents(path)
 
 
+def test_half_of_a_character_is_refused(tmp_path: Path) -> None:
+    """JSON can spell halves of characters, which no tokenizer takes."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "\\ud83d\\ude00"}\n{"text": "a \\ud83d b"}\n')
+    for texts, name in ((path, "corpus.jsonl:3"), (["good", "\udc80"], "text 1")):
+        with pytest.raises(InputError, match=rf"{name} has half of a character, U\+D[8C]"):
+            list(Windows(Characters(), 23).of(documents(texts), Digest()))
+
+
 def test_what_is_no_utf8_is_named_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_text, "_PIECE", 4)
     (tmp_path / "latin.txt").write_bytes("caf\N{EURO SIGN} ".encode() + b"caf\xe9 au lait")

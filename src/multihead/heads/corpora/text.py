@@ -60,8 +60,8 @@ class Digest:
         self._add(b"d", b"")
 
     def text(self, text: str) -> None:
-        """Text was read."""
-        content = text.encode(errors="surrogatepass")
+        """Text was read; UnicodeEncodeError for what is none, such as half of a character."""
+        content = text.encode()
         self.bytes += len(content)
         self._add(b"t", content)
 
@@ -110,13 +110,16 @@ class Windows:
             )
 
     def of(self, found: Iterable[Document], digest: Digest) -> Iterator[Window]:
-        """The windows of documents in order; what is read goes into `digest` as it is read."""
+        """The windows of documents in order; what is read goes into `digest` as it is read.
+
+        Raises InputError for half of a character.
+        """
         for number, document in enumerate(found):
             digest.document()
             waiting: list[int] = []
             start = 0
             for piece in _pieces(document.text):
-                digest.text(piece)
+                _add_text(digest, piece, document.name)
                 waiting += encode(self._tokenizer, piece)
                 while len(waiting) >= self.room:
                     yield self._window(waiting[: self.room], number, document.name, start)
@@ -147,6 +150,16 @@ def encode(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
         return []
     ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
+
+
+def _add_text(digest: Digest, text: str, name: str) -> None:
+    try:
+        digest.text(text)
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} has half of a character, U+{ord(text[error.start]):04X}, which no tokenizer "
+            "takes. Give the whole character (in JSON both halves), or leave it out."
+        ) from error
 
 
 def _special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
