@@ -272,6 +272,7 @@ def test_two_tokens_are_enough() -> None:
     [
         ({"text": "word"}, "1 token long.*longer text"),
         ({"text": " \n"}, "prompt is empty"),
+        ({"text": "caf\udce9 au lait"}, "prompt is no UTF-8 text: character 3 is U.DCE9"),
         ({"text": "a b c", "token": "z"}, "begins with the tokens 'a', ' b', ' c'"),
         ({"text": "The mouse sat", "token": "mousse"}, "Near to it: ' mouse'"),
         ({"text": "The mouse sat", "token": "mouse sat"}, r"' mouse' \(1\), ' sat' \(2\)"),

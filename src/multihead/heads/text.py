@@ -86,9 +86,17 @@ def from_file(path: Path) -> Text:
 
 
 def from_prompt(prompt: str) -> Text:
-    """A text given as it is. Raises InputError for one without a word."""
+    """A text given as it is. Raises InputError for one without a word, or with half a character."""
     if not prompt.strip():
         raise InputError("The prompt is empty. Give a text of at least a few words.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        half = ord(prompt[error.start])
+        raise InputError(
+            f"The prompt is no UTF-8 text: character {error.start} is U+{half:04X}, half of a "
+            "character or a byte of another encoding. Give it in UTF-8."
+        ) from error
     return Text(prompt, "the prompt")
 
 
