@@ -432,6 +432,19 @@ def test_the_context_is_no_longer_than_the_positions_of_a_model():
     assert record.facts.context == 61
 
 
+def test_roberta_begins_to_count_behind_its_padding_token():
+    """Of 61 rows its positions have, the first two stand for none."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(num_hidden_layers=2, num_attention_heads=3, hidden_size=33, intermediate_size=37)
+    config = transformers.RobertaConfig(
+        **sizes, vocab_size=101, max_position_embeddings=61, pad_token_id=1
+    )
+    model = transformers.RobertaModel(config).eval()
+    assert read(model, context=None).facts.context == 59
+    with pytest.raises(ArgumentError, match="60 tokens are needed, but the model has 59 positions"):
+        read(model, context=60)
+
+
 def test_a_head_that_is_not_there():
     with pytest.raises(ArgumentError, match="no head 6 in layer 1"):
         read().strongest_links(1, 6)

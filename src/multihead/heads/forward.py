@@ -104,8 +104,16 @@ def position_count(model: nn.Module) -> int | None:
     for name in ("max_position_embeddings", "max_positions"):
         positions = getattr(_text_config(model), name, None)
         if isinstance(positions, int):
-            return positions
+            return positions - _padded_positions(model)
     return None
+
+
+def _padded_positions(model: nn.Module) -> int:
+    """RoBERTa and its like count positions from behind the padding token's number."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            return 0 if module.padding_idx is None else module.padding_idx + 1
+    return 0
 
 
 def one_text(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Tensor:
