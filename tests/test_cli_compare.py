@@ -130,5 +130,8 @@ def test_refusals(
 def test_more_tokens_than_positions(
     models: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", "gpt2", "--compare", "gpt2", "--prompt", TEXT]) == 2
+    options = ["inspect", "gpt2", "--compare", "gpt2", "--prompt", 4 * TEXT]
+    assert main([*options, "--max-tokens", "62"]) == 2
     assert "but gpt2 has 61 positions. Ask for 61 or fewer." in capsys.readouterr().err
+    assert main(options) == 0
+    assert capsys.readouterr().out.count("gpt2: 61 tokens of one text") == 2

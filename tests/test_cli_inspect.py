@@ -53,7 +53,7 @@ def test_defaults(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> 
     assert "\x1b" not in captured.out
     assert asked["name"] == "smollm2"
     assert asked["dtype"] == "torch.float32"
-    assert asked["max_tokens"] == 2048
+    assert asked["max_tokens"] is None
     assert asked["text"] is None
     assert asked["token"] is None
     assert asked["report"] is False

@@ -261,6 +261,13 @@ def test_which_token_is_meant(token: str | int | None, index: int) -> None:
     )
 
 
+def test_a_long_text_is_cut_to_the_positions_of_the_model() -> None:
+    model = families.build("gpt2")
+    assert len(inspect(model).tokens) == 61
+    with pytest.raises(mh.InputError, match=r"62 tokens were asked for, but .* 61 positions"):
+        inspect(model, max_tokens=62)
+
+
 def test_two_tokens_are_enough() -> None:
     made = inspect(families.build("llama"), text="two words", report=True)
     assert made.token.top_keys.shape == (2, 6, 2)

@@ -20,7 +20,7 @@ def run(
     *,
     text: Path | None,
     prompt: str | None,
-    max_tokens: int,
+    max_tokens: int | None,
     dtype: str,
     as_json: bool,
 ) -> None:
@@ -68,7 +68,7 @@ def _record(
     *,
     text: Path | None,
     prompt: str | None,
-    max_tokens: int,
+    max_tokens: int | None,
     dtype: str,
     advance: Advance,
     begun: float,
@@ -78,6 +78,8 @@ def _record(
 
     from multihead.heads import text as texts
     from multihead.heads import watch
+    from multihead.heads.forward import position_count
+    from multihead.heads.inspecting.inspection import MAX_TOKENS
     from multihead.integrations import load
 
     advance(f"loading {name}", begun)
@@ -89,7 +91,9 @@ def _record(
         content = texts.from_prompt(prompt)
     else:
         content = texts.built_in() if text is None else texts.from_file(text)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = position_count(loaded.model)
+    if max_tokens is None:  # the second model reads as many as the first has read
+        max_tokens = before.tokens if before else min(MAX_TOKENS, positions or MAX_TOKENS)
     if positions is not None and max_tokens > positions:
         raise InputError(
             f"{max_tokens:,} tokens were asked for, but {name} has {positions:,} positions. "

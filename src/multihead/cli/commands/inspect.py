@@ -10,8 +10,6 @@ import typer
 from multihead.cli.app import Dtype, Json, app
 from multihead.cli.statistics import DEFAULT, STATISTICS, StatisticName
 
-MAX_TOKENS = 2048
-
 
 @app.command(short_help="What a token reads, what every head of a model does.")
 def inspect(
@@ -49,8 +47,13 @@ def inspect(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(min=2, help="Read no more tokens than this.")
-    ] = MAX_TOKENS,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Read no more tokens than this.",
+            show_default="2048, or the model's positions",
+        ),
+    ] = None,
     sort: Annotated[
         StatisticName,
         typer.Option(
@@ -129,7 +132,7 @@ def inspect(
         of_one_text = {
             "--prompt": prompt is not None,
             "--token": token is not None,
-            "--max-tokens": max_tokens != MAX_TOKENS,
+            "--max-tokens": max_tokens is not None,
             "--report": report is not None,
             "--roles": roles,
             "--compare": compare is not None,

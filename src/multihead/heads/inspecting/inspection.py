@@ -24,6 +24,7 @@ from ...errors import ArgumentError, InputError, ModelError
 from ...machine import processor_name
 from ...ops.backends import native
 from .. import text as texts
+from ..forward import position_count
 from ..running import observing, set_to_multihead
 from ..watching.statistics import STATISTICS
 from .capture import STRIPS, Call, Capture, Layer, Sweep
@@ -145,7 +146,7 @@ def inspect_model(
     *,
     text: str | Path | None = None,
     token: str | int | None = None,
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int | None = None,
     report: bool = False,
     facts: ModelFacts | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -160,7 +161,8 @@ def inspect_model(
         token: the token whose reading is shown: its text (the last one like it), or its index,
             negative from the end. None is the last " it" (of the sentence, in the built-in text),
             or the last token where there is none.
-        max_tokens: the text is cut to so many tokens.
+        max_tokens: the text is cut to so many tokens; to 2048 unless given, or as many positions as
+            the model has.
         report: also make maps, sinks and what each key receives, for the report.
         facts: where the model came from, for the provenance.
         progress: called with the number of layers done and that of all.
@@ -171,7 +173,10 @@ def inspect_model(
     """
     began = time.perf_counter()
     config = _checked_config(model)
-    _check_max_tokens(max_tokens, getattr(config, "max_position_embeddings", None))
+    positions = position_count(model)
+    if max_tokens is None:
+        max_tokens = min(MAX_TOKENS, positions or MAX_TOKENS)
+    _check_max_tokens(max_tokens, positions)
     chosen_text = _text(text)
     tokens = texts.tokenize(tokenizer, chosen_text, max_tokens)
     index = texts.choose_token(tokens, token)
