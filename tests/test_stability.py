@@ -242,6 +242,22 @@ def test_the_graph_of_a_compiled_model_is_not_broken() -> None:
     eager.close()
 
 
+def test_a_monitor_that_is_dropped_leaves_compiled_models_compiled() -> None:
+    graphs = []
+    torch._dynamo.reset()
+    layer, other = (mh.MultiHeadAttention(12, 2) for _ in range(2))
+    compiled = torch.compile(other, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    x = torch.randn(1, 6, 12)
+    monitor = stability(layer)
+    layer(x)
+    compiled(x)
+    assert not graphs
+    del monitor
+    compiled(x)
+    assert len(graphs) == 1
+    assert not any(it._forward_pre_hooks or it._forward_hooks for it in layer.modules())
+
+
 def test_models_of_torch_are_seen_after_replacing_their_attention() -> None:
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, batch_first=True)

@@ -15,6 +15,7 @@ Shape suffixes: b batch, h head, q query row.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -56,9 +57,9 @@ def stability(
 
     * torch.compile: in steps that are looked at, compiled models run eagerly (the stance
       "force_eager", for the whole process), since a compiled graph shows no calls; their numbers
-      are those of eager then, also where a monitor is dropped without `close()`. In all other
-      steps the model carries no hooks, and its graph runs unbroken. The very first step is not
-      looked at if the model is compiled in it.
+      are those of eager then, until the step ends or the monitor is closed or dropped. In all
+      other steps the model carries no hooks, and its graph runs unbroken. The very first step is
+      not looked at if the model is compiled in it.
     * Distributed: a report is of this process's own samples. `report = all_reduced(report)` makes
       it that of all, for ranks that hold the same heads (data parallel).
 
@@ -79,7 +80,7 @@ def stability(
 
 
 class StabilityMonitor:
-    """What `stability` returns; as a context manager it is closed at the end.
+    """What `stability` returns; as a context manager it is closed at the end, else when dropped.
 
     Attributes:
         reports: the latest of the reports, at most 1000, oldest first.
@@ -149,17 +150,21 @@ class StabilityMonitor:
             return
         self._calls, self._ran = _Calls(self.rows), False
         self._looking = ExitStack()
+        self._let_go = weakref.finalize(self, self._looking.close)
+        self._let_go.atexit = False
         if "torch._dynamo" in sys.modules:
             self._looking.enter_context(torch.compiler.set_stance("force_eager"))
         running: list[ExitStack] = []
+        monitor = weakref.ref(self)  # the model's hooks must not keep a monitor that is dropped
 
         def before(module: nn.Module, arguments: Any) -> None:
-            if torch.compiler.is_compiling() or inside_backward():
+            found = monitor()
+            if found is None or torch.compiler.is_compiling() or inside_backward():
                 return
             stack = ExitStack()
             if not running and torch.is_grad_enabled():  # running already: it calls itself
-                self._ran = True
-                self._observe(stack)
+                found._ran = True
+                found._observe(stack)
             running.append(stack)
 
         def after(module: nn.Module, arguments: Any, result: Any) -> None:
@@ -199,7 +204,7 @@ class StabilityMonitor:
 
     def _end(self) -> None:
         if self._looking is not None:
-            self._looking.close()
+            self._let_go()
             self._looking = None
 
     def _report(self) -> StabilityReport:
