@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,7 +112,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     whole = rollout(model, IDS, slice(None)).shares
     monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 6 * LENGTH * 4)
     torch.testing.assert_close(rollout(model, IDS, slice(None)).shares, whole, rtol=0, atol=1e-14)
-    one = rollout(model, IDS[None], -5)
+    one = rollout(model, IDS[None], np.int64(-5))
     torch.testing.assert_close(one.shares[0], whole[-5], rtol=0, atol=1e-14)
     tokens, shares = one.top(3)
     assert torch.equal(shares[0], one.shares[0].sort(descending=True).values[:3])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -91,7 +92,7 @@ def rollout(
         )
     token_ids = one_text(model, input_ids)
     length = token_ids.shape[1]
-    chosen = [rows] if isinstance(rows, int) else rows
+    chosen = [int(rows)] if isinstance(rows, int | np.integer) else rows
     index_m = place_index(chosen, length, "rows", token_ids.device)
     recorder = _Recorder((1, length))
     run(model, token_ids, recorder)
