@@ -102,6 +102,18 @@ def test_a_model_and_itself(models: dict[str, Any], capsys: pytest.CaptureFixtur
     assert "No head differs in any statistic." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("names", [("one", "other"), ("other", "one")])
+def test_a_model_and_what_pruning_left_of_it(
+    models: dict[str, Any], names: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = {(0, 3), (0, 4), (0, 5)}
+    heads_of.prune(models["other"], gone)
+    assert main(["inspect", names[0], "--compare", names[1], *OPTIONS, "--json"]) == 0
+    differences = json.loads(capsys.readouterr().out)["differences"]
+    compared = {(it["layer"], it["head"]) for it in differences}
+    assert compared == {(layer, head) for layer in range(2) for head in range(6)} - gone
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +13,16 @@ import multihead as mh
 import tiny
 from ablated import outputs, zeroed
 from close import assert_close
-from multihead.heads import HeadWindows, ablate, load_pruned, mean_loss, prune, restrict
+from corpora import TEXTS, Characters
+from multihead.heads import (
+    HeadWindows,
+    ablate,
+    load_pruned,
+    mean_loss,
+    prune,
+    read_corpus,
+    restrict,
+)
 from multihead.integrations import load_checkpoint, save_checkpoint
 from multihead.integrations.attention_layers import attention_layers
 from multihead.models.checkpoints import build as build_ours
@@ -326,12 +337,55 @@ def test_what_has_other_parts_is_refused():
         prune(latent, {(0, 0)})
 
 
-@pytest.mark.usefixtures("_theirs")
-def test_watching_a_model_of_unequal_layers():
-    model = pruned(families.build("llama"), EVERY_OTHER - {(1, 2), (1, 3)})
-    with mh.watch(model) as heads:
+def watched(model, **choice):
+    with mh.watch(model, **choice) as heads:
         outputs(model, IDS)
-    assert heads.queries.tolist() == [[14] * 4 + [0] * 2, [14] * 6]
+    assert np.array_equal(heads.queries, heads.record().queries)
+    return heads
+
+
+@pytest.mark.usefixtures("_theirs")
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+@pytest.mark.parametrize("gone", [EVERY_OTHER - {(1, 2), (1, 3)}, LAYER])
+def test_watched_heads_keep_their_numbers(kind, gone):
+    whole = tiny.language_model() if kind == "ours" else families.build(kind)
+    there = np.array([[(layer, head) not in gone for head in range(6)] for layer in range(2)])
+    whole_model, model = zeroed(whole, gone), pruned(whole, gone)
+    expected, heads = watched(whole_model), watched(model)
+    assert heads.layers == expected.layers
+    assert (heads.queries == 14 * there).all()
+    for name, table in heads.statistics.items():
+        assert np.isnan(table[~there]).all()
+        np.testing.assert_allclose(table[there], expected.statistics[name][there], rtol=1e-4)
+    record = heads.record()
+    assert record.heads == (tuple(range(6)),) * 2
+    few = watched(model, heads=[1, 4])
+    assert few.record().heads == ((1, 4),) * 2
+    assert np.array_equal(few.queries, heads.queries[:, [1, 4]])
+    compared = expected.record().compare(record)
+    assert {(it.layer, it.head) for it in compared} == {*zip(*there.nonzero(), strict=True)}
+
+
+@pytest.mark.parametrize("gone", [EVERY_OTHER, LAYER])
+def test_links_of_a_corpus_are_of_first_numbers(gone):
+    whole = tiny.language_model().double()
+    whole_record, record = (
+        read_corpus(model, Characters(), TEXTS, context=23)
+        for model in (zeroed(whole, gone), pruned(whole, gone))
+    )
+    for layer, head in whole_record.heads.places():
+        found, expected = (it.strongest_links(layer, head) for it in (record, whole_record))
+        deciles, all_deciles = (it.deciles(layer, head) for it in (record, whole_record))
+        if (layer, head) in gone:
+            assert not found
+            assert not any(deciles)
+            assert np.isnan(record.first_key_first[layer, head])
+        else:
+            assert [replace(it, weight=0) for it in found] == [
+                replace(it, weight=0) for it in expected
+            ]
+            assert [len(it) for it in deciles] == [len(it) for it in all_deciles]
+            assert record.first_key_first[layer, head] == whole_record.first_key_first[layer, head]
 
 
 @pytest.mark.usefixtures("_theirs")

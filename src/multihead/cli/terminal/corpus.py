@@ -76,7 +76,9 @@ def _print_header(console: Console, record: CorpusRecord) -> None:
     counts = sorted({len(it) for it in heads.heads})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     total = sum(map(len, heads.heads))
-    show(console, f"{len(heads.layers)} layers x {each} heads = {total} heads")
+    gone = total - int((heads.queries > 0).sum())
+    left_out = f", {gone} of them pruned" if gone else ""
+    show(console, f"{len(heads.layers)} layers x {each} heads = {total} heads{left_out}")
     texts = "one text" if record.one_text else f"{facts.documents:,} documents"
     many = "window" if facts.windows == 1 else "windows"
     read = (

@@ -181,6 +181,26 @@ class LayerLinks:
     key: Array
     firsts: Array
 
+    def of_none(self) -> LayerLinks:
+        """Those of a layer without heads in the same window."""
+        return LayerLinks(**{name: array[:0] for name, array in vars(self).items()})
+
+    def spread(self, columns: Sequence[int], heads: int) -> LayerLinks:
+        """These heads at some columns of a table of `heads`, no links for the others."""
+
+        def at(array: Array, fill: float) -> Array:
+            table = np.full((heads, *array.shape[1:]), fill, array.dtype)
+            table[list(columns)] = array
+            return table
+
+        return LayerLinks(
+            elsewhere=at(self.elsewhere, 0),
+            elsewhere_key=at(self.elsewhere_key, -1),
+            weight=at(self.weight, 0),
+            key=at(self.key, -1),
+            firsts=at(self.firsts, 0),
+        )
+
 
 # What `layer_links` needs of the forward pass.
 NEEDED = ("lse", "max_weight", "argmax")

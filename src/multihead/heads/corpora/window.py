@@ -96,7 +96,12 @@ class WindowObserver(LayerObserver):
         self._links[name] = layer_links(problem, stats, self._drawn)
 
     def result(self, name: str) -> tuple[HeadRecord, list[LayerLinks]]:
-        """What was seen, layers in the order of the record."""
+        """What was seen, layers in the order of the record, heads at their first numbers."""
         assert self._heads is not None  # run() raises where no layer attended
         record = self._heads.record(name)
-        return record, [self._links[it] for it in record.layers]
+        links = []
+        for layer in record.layers:
+            numbers = self._heads.numbers(layer)
+            found = self._links.get(layer) or next(iter(self._links.values())).of_none()
+            links.append(found.spread(numbers.columns, len(numbers.heads)))
+        return record, links

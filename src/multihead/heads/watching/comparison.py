@@ -84,12 +84,13 @@ def compare(
             f"{', '.join(there.names)}."
         )
     tables = here.statistics, there.statistics
+    both = (here.queries > 0) & (there.queries > 0)
     found = []
     for name in common:
         spread = float(np.nanstd(np.stack([table[name] for table in tables])))
         for layer, column in here.places():
             mine, yours = (float(table[name][layer, column]) for table in tables)
-            if np.isnan(mine) and np.isnan(yours):
+            if not both[layer, column] or (np.isnan(mine) and np.isnan(yours)):
                 continue
             difference = yours - mine
             # Without a spread there is no difference, or one of the two is NaN.

@@ -29,7 +29,8 @@ class HeadRecord:
         dtype: of queries and keys; several are joined by commas.
         backend: the backends that served, likewise.
         layers: the names of the attention modules.
-        heads: for each layer the numbers of the heads that were watched.
+        heads: for each layer the numbers of the heads that were watched; those that were pruned
+            are among them, with no query counted.
         tokens: how many tokens were read: the real queries of the layer that had most of them.
         texts: how many texts they were in: sequences or packed documents that began, but no fewer
             than were read at a time.
@@ -184,7 +185,8 @@ class HeadRecord:
     ) -> Comparison:
         """What `other` has in other measure, head by head, the largest difference first.
 
-        `statistics` are those that both have, unless given. Layers are compared by their place.
+        `statistics` are those that both have, unless given. Layers are compared by their place, and
+        heads of which one of the two has no query are left out: they are not there, or see nothing.
 
         Raises ArgumentError for records of different layers or heads, or without a common
         statistic.

@@ -37,6 +37,24 @@ class StatisticTotals:
     highest: Table
     histogram: Counts
 
+    @classmethod
+    def of_none(cls, shape: tuple[int, ...]) -> StatisticTotals:
+        """Heads of which no query was counted."""
+        return cls(
+            count=np.zeros(shape, np.int64),
+            sum=np.zeros(shape),
+            lowest=np.full(shape, np.inf),
+            highest=np.full(shape, -np.inf),
+            histogram=np.zeros((*shape, BINS), np.int64),
+        )
+
+    def spread(self, columns: Sequence[int], heads: int) -> StatisticTotals:
+        """These heads at some columns of a table of `heads`, no query counted for the others."""
+        whole = StatisticTotals.of_none((heads,))
+        for name in self.arrays():
+            getattr(whole, name)[list(columns)] = getattr(self, name)
+        return whole
+
     def plus(self, other: StatisticTotals) -> StatisticTotals:
         """Those of both."""
         return StatisticTotals(
@@ -151,13 +169,7 @@ def _totals(names: Sequence[str], value_shr: Tensor, counted_shr: Tensor) -> Sta
     statistics, heads, rows = value_shr.shape
     shape = (statistics, heads)
     if not rows:
-        return StatisticTotals(
-            count=np.zeros(shape, np.int64),
-            sum=np.zeros(shape),
-            lowest=np.full(shape, np.inf),
-            highest=np.full(shape, -np.inf),
-            histogram=np.zeros((*shape, BINS), np.int64),
-        )
+        return StatisticTotals.of_none(shape)
     left_out_shr = ~counted_shr
     cells = statistics * heads * BINS
     offset_sh = BINS * torch.arange(statistics * heads, device=value_shr.device).view(shape)

@@ -18,9 +18,10 @@ from ..running import Running, inside_backward, observing, running_modules, set_
 from .choice import Choice, Keep, choose
 from .histogram import Counts
 from .lazy_weights import Copies, KeptCall, LazyWeights
+from .numbers import Numbers, pruned_layers
 from .record import HeadRecord, joined
 from .statistics import RowStatistics, row_statistics
-from .totals import HeadTotals
+from .totals import HeadTotals, StatisticTotals
 
 FloatTable = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -49,7 +50,8 @@ def watch(
             computed.
         layers: names of modules (the attention's own, or a block's that has it) or the numbers of
             blocks, which are the first number in a module's name; all unless given.
-        heads: numbers of heads in each layer; all unless given.
+        heads: numbers of heads in each layer; all unless given. Heads keep the numbers that they
+            had before any were pruned; those that are gone have no queries.
         keep: "weights" keeps queries and keys of each layer's last call, so that
             `record().patterns` gives any row of its weights.
 
@@ -96,6 +98,8 @@ class Heads:
         self._order = {name: place for place, (name, _) in enumerate(model.named_modules())}
         self._totals: dict[str, HeadTotals] = {}
         self._heads: dict[str, int] = {}
+        self._pruned = pruned_layers(model)
+        self._numbers: dict[str, Numbers] = {}
         self._kept: dict[str, KeptCall] = {}
         self._copies = Copies()
         self._dtypes: set[str] = set()
@@ -103,13 +107,16 @@ class Heads:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The names of the attention modules that ran, in the order in which the model has them."""
-        return tuple(sorted(self._totals, key=self._order.__getitem__))
+        """The names of the attention modules that ran, in the order in which the model has them;
+        those of which all heads were pruned are among them.
+        """
+        names = {*self._totals, *(self._emptied() if self._totals else ())}
+        return tuple(sorted(names, key=self._order.__getitem__))
 
     @property
     def queries(self) -> Counts:
         """How many queries each head's statistics are taken over: int64 [layers, heads]."""
-        counts: Counts = joined([self._totals[name].queries for name in self.layers], fill=0)
+        counts: Counts = joined([self._queries_of(name) for name in self.layers], fill=0)
         return counts
 
     @property
@@ -119,9 +126,9 @@ class Heads:
         Names and meanings are those of `multihead.heads.watching.statistics`. A layer that has
         fewer heads than another ends in NaN.
         """
-        results = [self._totals[name].result() for name in self.layers]
+        layers = [self._totals_of(layer) for layer in self.layers]
         return {
-            name: joined([result[name].numpy() for result in results], fill=np.nan).astype("f4")
+            name: joined([it[name].result(name) for it in layers], fill=np.nan).astype("f4")
             for name in self._choice.statistics
         }
 
@@ -132,19 +139,18 @@ class Heads:
         """
         if not self._totals:
             raise ModelError(self._nothing_seen())
-        layers = self.layers
-        totals = [self._totals[name] for name in layers]
-        most = max(totals, key=lambda it: it.tokens)
+        layers, seen = self.layers, self._totals.values()
+        totals = [self._totals_of(name) for name in layers]
         return HeadRecord.of_layers(
             model=model or model_name(self._model),
             dtype=", ".join(sorted(self._dtypes)),
             backend=", ".join(sorted(self._backends)),
             layers=layers,
-            heads=tuple(self._choice.heads_of(name, self._heads[name]) for name in layers),
-            tokens=most.tokens,
-            texts=max(it.texts_or_rows for it in totals),
-            queries=[it.queries for it in totals],
-            totals={name: [it.totals[name] for it in totals] for name in self._choice.statistics},
+            heads=tuple(self.numbers(name).heads for name in layers),
+            tokens=max(it.tokens for it in seen),
+            texts=max(it.texts_or_rows for it in seen),
+            queries=[self._queries_of(name) for name in layers],
+            totals={name: [it[name] for it in totals] for name in self._choice.statistics},
             patterns=LazyWeights([(it, self._kept[it]) for it in layers if it in self._kept]),
         )
 
@@ -158,13 +164,42 @@ class Heads:
                 f"The module {layer!r} attended with {known} heads and now with {problem.heads}; "
                 "a module is one layer. Leave it out by layers=[...], which names the others."
             )
-        chosen = self._choice.heads_of(layer, problem.heads)
-        taken = None if self._choice.heads is None else chosen
-        self._totals.setdefault(layer, HeadTotals()).add(rows, taken)
+        taken = self.numbers(layer).taken
+        every = len(taken) == problem.heads
+        self._totals.setdefault(layer, HeadTotals()).add(rows, None if every else taken)
         self._dtypes.add(str(problem.query.dtype).removeprefix("torch."))
         self._backends.add(dispatch.choose(problem).NAME)
         if self._choice.keep_weights:
             self._kept[layer] = KeptCall.of(problem, stats["lse"], self._copies)
+
+    def numbers(self, layer: str) -> Numbers:
+        """Which heads of a layer that is in `layers` are watched."""
+        known = self._numbers.get(layer)
+        if known is None:
+            count, pruned = self._heads.get(layer, 0), self._pruned.get(layer)
+            known = self._numbers[layer] = Numbers.of(self._choice, layer, count, pruned)
+        return known
+
+    def _emptied(self) -> list[str]:
+        """The layers without heads, which need not attend at all."""
+        names = (name for name, pruned in self._pruned.items() if not pruned.kept)
+        return [name for name in names if self._choice.takes(name)]
+
+    def _queries_of(self, layer: str) -> Counts:
+        numbers = self.numbers(layer)
+        counts: Counts = np.zeros(len(numbers.heads), np.int64)
+        if layer in self._totals:
+            counts[list(numbers.columns)] = self._totals[layer].queries
+        return counts
+
+    def _totals_of(self, layer: str) -> dict[str, StatisticTotals]:
+        numbers = self.numbers(layer)
+        heads = len(numbers.heads)
+        if layer not in self._totals:
+            none = StatisticTotals.of_none((heads,))
+            return dict.fromkeys(self._choice.statistics, none)
+        found = self._totals[layer].totals
+        return {name: it.spread(numbers.columns, heads) for name, it in found.items()}
 
     def _nothing_seen(self) -> str:
         name = type(self._model).__name__
