@@ -94,6 +94,21 @@ def test_what_follows_a_crop_sees_only_what_was_kept(make):
         assert torch.equal(step(cropped, *new), step(fresh, *new))
 
 
+def test_a_shallow_copy_is_a_fork(make):
+    """Two caches that write to one memory, or free its pages twice, would spoil each other."""
+    cache, alone = make(), make()
+    for each in (cache, alone):
+        each.update(*tokens(3, 1))
+    copied = copy.copy(cache)
+    for each in (cache, alone):
+        each.update(*tokens(2, 2))
+    step(copied, *tokens(2, 3))
+    del copied
+    step(cache.fork(), *tokens(5, 4))
+    assert cache.length == 5
+    assert torch.equal(step(cache, *tokens(2, 5)), step(alone, *tokens(2, 5)))
+
+
 def test_reset_is_as_new(make):
     cache, fresh = make(), make()
     step(cache, *tokens(5, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -223,6 +223,7 @@ def test_cache_operations(cache: str) -> None:
     step(x[:, :5], cache=held)
     fork = held.fork()
     step(x[:, 6:], cache=fork)
+    step(x[:, 6:], cache=copy(held))
     assert (held.length, fork.length) == (5, 6)
     torch.testing.assert_close(step(x[:, 5:6], cache=held), want, rtol=0, atol=1e-5)
     fork.crop(5)

@@ -128,6 +128,7 @@ def test_crop_fork_reorder_reset() -> None:
     cache = SplitKVCache((3, None, 3), 1)
     cache.update(key[:, :, :8], value[:, :, :8])
     other = cache.fork()
+    at(copy.copy(cache), 9)
     assert torch.allclose(at(cache, 8), want(8))
     cache.crop(8)
     assert torch.allclose(at(cache, 8), want(8))

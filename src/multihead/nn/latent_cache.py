@@ -114,6 +114,8 @@ class LatentKVCache:
         made.latent_dim, made._entries = self.latent_dim, self._entries.fork()
         return made
 
+    __copy__ = fork
+
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was."""
         self._entries.reorder(rows)

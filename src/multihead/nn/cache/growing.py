@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import ArgumentError
 from ...ops import KeyValues
 from ...ops.key_values import held
-from .protocol import Shape, first_shape, kept_of, outside_inference, row_index
+from .protocol import Shape, first_shape, kept_of, outside_inference, row_index, twin
 
 # Memory for a quarter more tokens than are held: each is moved four times on average.
 _GROWTH = 4
@@ -174,9 +174,11 @@ class KVCache:
 
         The first to go on writes behind them; the other then copies them.
         """
-        made = copy(self)
+        made = twin(self)
         made._tokens = self._tokens.fork()
         return made
+
+    __copy__ = fork
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was. Raises ArgumentError if empty."""

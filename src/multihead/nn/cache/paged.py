@@ -258,6 +258,8 @@ class PagedKVCache:
             self._pool.share(pages)
         return made
 
+    __copy__ = fork
+
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was, without copying a token."""
         index = row_index(rows, self._shape.batch, self._shape.device).tolist()

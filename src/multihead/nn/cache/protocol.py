@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -220,6 +220,19 @@ def row_index(rows: Tensor | Sequence[int], batch: int, device: torch.device) ->
             f"{index.tolist()}."
         )
     return index.long()
+
+
+_Held = TypeVar("_Held")
+
+
+def twin(cache: _Held) -> _Held:
+    """Another object with the same attributes, for `fork` to part from the first.
+
+    Not `copy.copy`: that of a cache is a fork, since two caches on one memory spoil each other.
+    """
+    made = object.__new__(type(cache))
+    made.__dict__.update(cache.__dict__)
+    return made
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from ...ops import KeyValues
 from ...ops.key_values import held
 from .growing import Growing, reordered
-from .protocol import Shape, first_shape, refuse_gradients
+from .protocol import Shape, first_shape, refuse_gradients, twin
 
 _LARGEST = 127.0  # -128 is left out: the scale is the same on both sides of zero
 # A smaller scale would be subnormal, and too coarse itself for what it scales.
@@ -97,9 +96,11 @@ class QuantizedKVCache:
 
         The first to go on writes behind them; the other then copies them.
         """
-        made = copy(self)
+        made = twin(self)
         made._tokens = self._tokens.fork()
         return made
+
+    __copy__ = fork
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was. Raises ArgumentError if empty."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Self
 
 import torch
@@ -14,7 +13,7 @@ from ...masks import Window
 from ...ops import KeyValues
 from ...ops.split_key_values import split
 from .growing import KVCache
-from .protocol import check_sizes
+from .protocol import check_sizes, twin
 from .window import WindowKVCache
 
 
@@ -99,7 +98,7 @@ class SplitKVCache:
         for cache in self._caches:
             kept = cache.length + length if length < 0 else length
             if isinstance(cache, WindowKVCache) and kept > self.keep_first:
-                copy(cache).crop(length)  # raises before any part is cropped
+                twin(cache).crop(length)  # raises before any part is cropped
         for cache in self._caches:
             cache.crop(length)
 
@@ -110,9 +109,11 @@ class SplitKVCache:
 
     def fork(self) -> Self:
         """A second cache with the same tokens."""
-        made = copy(self)
+        made = twin(self)
         made._caches = tuple(cache.fork() for cache in self._caches)
         return made
+
+    __copy__ = fork
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was. Raises ArgumentError if empty."""

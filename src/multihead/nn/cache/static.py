@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Self
 
 import torch
@@ -21,6 +20,7 @@ from .protocol import (
     outside_inference,
     refuse_gradients,
     row_index,
+    twin,
 )
 
 
@@ -148,7 +148,7 @@ class StaticKVCache:
 
     def fork(self) -> Self:
         """A second cache with the same tokens, in memory of its own."""
-        made = copy(self)
+        made = twin(self)
         with outside_inference():
             for name in ("_key", "_value"):
                 mine, end = getattr(self, name), self.length
@@ -156,6 +156,8 @@ class StaticKVCache:
                 other.narrow(2, 0, end).copy_(mine.narrow(2, 0, end))
                 setattr(made, name, other)
         return made
+
+    __copy__ = fork
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was."""

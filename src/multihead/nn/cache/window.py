@@ -142,6 +142,8 @@ class WindowKVCache:
         with outside_inference():
             return deepcopy(self)
 
+    __copy__ = fork
+
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was. Raises ArgumentError if empty."""
         if self._shape is None or self._memory is None:
