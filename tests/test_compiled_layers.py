@@ -153,6 +153,29 @@ def test_decoding_compiles_to_one_graph(kind: str) -> None:
     assert counting.graphs == 1
 
 
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_decoding_beside_a_context_compiles_to_one_graph(kind: str) -> None:
+    """A static cache may have room for more than the context."""
+    torch._dynamo.reset()
+    counting = Counting()
+    layer = attention(context_dim=CONTEXT_WIDTH)
+    cache = mh.KVCache() if kind == "growing" else mh.StaticKVCache(BATCH, 4, 12, 6)
+    x, context = torch.randn(BATCH, 9, WIDTH), torch.randn(BATCH, 7, CONTEXT_WIDTH)
+
+    @partial(torch.compile, fullgraph=True, dynamic=True, backend=counting)
+    def step(token: Tensor, cache: mh.Cache) -> Tensor:
+        return layer(token, cache=cache)
+
+    with torch.no_grad():
+        expected = layer(x, context)
+        layer(x[:, :4], context, cache=cache)
+        steps = [step(x[:, i : i + 1], cache) for i in range(4, 9)]
+        rest = layer(x[:, 4:], cache=cache)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected[:, 4:])
+    torch.testing.assert_close(rest, expected[:, 4:])
+    assert counting.graphs == 1
+
+
 class Causal(nn.Module):
     """A module whose mask is its own, for export."""
 

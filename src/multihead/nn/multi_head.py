@@ -17,7 +17,7 @@ from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_s
 from ..ops.key_values import held
 from ..ops.problem import checked_mask
 from . import convert
-from .cache import Cache, WindowKVCache
+from .cache import Cache, StaticKVCache, WindowKVCache
 from .checks import (
     check_context,
     check_is_context,
@@ -367,7 +367,7 @@ class MultiHeadAttention(nn.Module):
                     "a WindowKVCache drops what is far behind in one sequence; a context is read "
                     "whole. Cache it in a KVCache."
                 )
-            check_context(x, context, self.context_dim, None if cache is None else cache.length)
+            check_context(x, context, self.context_dim, _tokens_held(cache, context))
         elif context is not None:
             raise ArgumentError(
                 "context was given to a self-attention layer. Build a cross-attention with "
@@ -428,6 +428,16 @@ class MultiHeadAttention(nn.Module):
         if self.dropout:
             sizes.append(f"dropout={self.dropout}")
         return ", ".join(sizes)
+
+
+def _tokens_held(cache: Cache | None, context: Tensor | None) -> int | None:
+    """How many tokens of a context a cache holds; None without a cache."""
+    if cache is None:
+        return None
+    if torch.compiler.is_compiling() and isinstance(cache, StaticKVCache):
+        # A tensor in a graph, on which no check may depend: what the call takes for granted.
+        return int(context is None)
+    return cache.length
 
 
 def _split_heads(projected_blc: Tensor, heads: int, width: int) -> Tensor:
