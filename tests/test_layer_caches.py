@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import multihead as mh
 from close import assert_close
 from layers import by_formula, orders, reordered, worst
+from multihead.nn import SplitKVCache
 
 BATCH, LENGTH, CONTEXT, WIDTH, CONTEXT_WIDTH = 2, 13, 7, 20, 11
 CUTS = ((0, 5), (5, 6), (6, 8), (8, 8), (8, 13))
@@ -147,8 +148,9 @@ def test_a_context_has_no_newest_tokens() -> None:
     """A window would count from the end of another sequence, and drop what is read later."""
     layer = build(context_dim=CONTEXT_WIDTH)
     x, context = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, CONTEXT, CONTEXT_WIDTH)
-    with torch.no_grad(), pytest.raises(mh.ArgumentError, match="Cache it in a KVCache"):
-        layer(x, context, cache=mh.WindowKVCache(2))
+    for cache in (mh.WindowKVCache(2), SplitKVCache([None, 2])):
+        with torch.no_grad(), pytest.raises(mh.ArgumentError, match="Cache it in a KVCache"):
+            layer(x, context, cache=cache)
 
 
 @pytest.mark.parametrize("context_dim", [None, CONTEXT_WIDTH])

@@ -17,7 +17,7 @@ from ..ops import ALiBi, AttentionResult, KeyValues, attention, attention_with_s
 from ..ops.key_values import held
 from ..ops.problem import checked_mask
 from . import convert
-from .cache import Cache, StaticKVCache, WindowKVCache
+from .cache import Cache, SplitKVCache, StaticKVCache, WindowKVCache
 from .checks import (
     check_context,
     check_is_context,
@@ -362,10 +362,10 @@ class MultiHeadAttention(nn.Module):
         if context is not None:
             check_is_context(context)
         if self.context_dim is not None:
-            if isinstance(cache, WindowKVCache):
+            if isinstance(cache, WindowKVCache | SplitKVCache):
                 raise ArgumentError(
-                    "a WindowKVCache drops what is far behind in one sequence; a context is read "
-                    "whole. Cache it in a KVCache."
+                    f"a {type(cache).__name__} drops what is far behind in one sequence; a context "
+                    "is read whole. Cache it in a KVCache."
                 )
             check_context(x, context, self.context_dim, _tokens_held(cache, context))
         elif context is not None:
