@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import multihead as mh
+from close import assert_close
 from families import build, padded
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
@@ -209,6 +210,26 @@ def test_gradients_reach_every_token():
     for ours, theirs in zip(*grads, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("window", [7, 40])
+def test_queries_may_be_trained_on_keys_that_are_not(window):
+    """What the backward pass keeps of earlier steps is not written to by later ones."""
+    query, key = torch.randn(2, 1, 3, 120, 5)
+
+    def gradient(cache, dtype):
+        leaf, keys = query.to(dtype, copy=True).requires_grad_(), key.to(dtype)
+        outs = []
+        for step in range(120):
+            new = keys[:, :, step : step + 1]
+            for layer in range(2):
+                seen, values = cache.update(new, new, layer)
+                outs.append((leaf[:, :, step : step + 1] @ seen.mT).softmax(-1) @ values)
+        return torch.autograd.grad(torch.cat(outs, 2).square().sum(), leaf)[0]
+
+    ours, theirs = _both(window)
+    exact = gradient(DynamicCache(config=_config(window)), torch.float64)
+    assert_close(gradient(ours, torch.float32), exact, gradient(theirs, torch.float32))
 
 
 def test_inference_mode_may_end():

@@ -114,7 +114,8 @@ def _reserved(layer: Any, capacity: int, coding: _Plain | _Int8) -> Any:
 class _Layer(_hf.CacheLayerMixin):  # type: ignore[misc, name-defined]
     """The tokens `first` to `end` of a layer lie in `memory` from `begin` on.
 
-    `memory` holds tensors [B, Hkv, room, ...]; None before the first tokens.
+    `memory` holds tensors [B, Hkv, room, ...], of which nobody has seen what lies from `fresh` on;
+    None before the first tokens.
     """
 
     is_compileable = False
@@ -127,7 +128,7 @@ class _Layer(_hf.CacheLayerMixin):  # type: ignore[misc, name-defined]
         self._coding = coding
         self._memory: tuple[Tensor, ...] | None = None
         self._is_ours = True  # or whoever gave us the tensors may still read them
-        self._begin = self._end = 0
+        self._begin = self._end = self._fresh = 0
         self._dtype = torch.float32
 
     @property
@@ -246,15 +247,19 @@ class _Layer(_hf.CacheLayerMixin):  # type: ignore[misc, name-defined]
         """Hold `tensors` [B, Hkv, L, ...] for memory, full as they are."""
         self._memory, self._is_ours = tensors, ours
         self._begin, self._end = 0, tensors[0].shape[2]
+        self._fresh = self._end
 
     def _append(self, parts: tuple[Tensor, ...]) -> None:
         """Write tokens behind those that are kept."""
         count = parts[0].shape[2]
         self._make_room(parts, count)
         assert self._memory is not None
+        fresh = self._end >= self._fresh
         for memory, part in zip(self._memory, parts, strict=True):
-            memory.narrow(2, self._end, count).copy_(part)
+            # Autograd, which may have saved what was handed out, need not hear of fresh slots.
+            (memory.data if fresh else memory).narrow(2, self._end, count).copy_(part)
         self._end += count
+        self._fresh = max(self._fresh, self._end)
 
     def _make_room(self, parts: tuple[Tensor, ...], count: int) -> None:
         fits = self._memory is not None and self._end + count <= self._memory[0].shape[2]
@@ -271,7 +276,7 @@ class _Layer(_hf.CacheLayerMixin):  # type: ignore[misc, name-defined]
             for new, old in zip(memory, self._kept(), strict=True):
                 new.narrow(2, 0, length).copy_(old)
         self._take(memory)
-        self._end = length
+        self._end = self._fresh = length
 
     def _select(self, rows: Tensor) -> None:
         with outside_inference():
@@ -362,6 +367,7 @@ class _SlidingLayer(_Layer):
             self._memory is not None
             and self._is_ours
             and self._end + count > room >= length + count
+            and not torch.is_grad_enabled()  # else autograd may have saved what lies in front
         ):
             for memory, kept in zip(self._memory, self._kept(), strict=True):
                 memory.narrow(2, 0, length).copy_(kept.clone())
