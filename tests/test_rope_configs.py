@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from importlib import import_module
 from typing import Any
 
@@ -109,6 +110,75 @@ def test_models_with_interleaved_lanes() -> None:
     sin, cos = table.chunk(2, dim=-1)
     turned = module("gptj").apply_rotary_pos_emb(x[..., :16].transpose(1, 2), sin, cos)
     check(gptj, x, positions, torch.cat((turned.transpose(1, 2), x[..., 16:]), dim=-1))
+
+
+# Where a model's text turns neighboring lanes: its module, and the function that does.
+_PAIRED = "apply_rotary_pos_emb_interleave"
+NEIGHBORS = {
+    "axk1": ("axk1", _PAIRED),
+    "axk2": ("axk2", _PAIRED),
+    "bailing_hybrid": ("bailing_hybrid", _PAIRED),
+    "blt_global_transformer": ("blt", "rotate_half"),
+    "blt_local_decoder": ("blt", "rotate_half"),
+    "blt_local_encoder": ("blt", "rotate_half"),
+    "blt_patcher": ("blt", "rotate_half"),
+    "codegen": ("codegen", "rotate_every_two"),
+    "cohere": ("cohere", "rotate_half"),
+    "cohere2": ("cohere2", "rotate_half"),
+    "cohere2_moe": ("cohere2_moe", "rotate_half"),
+    "deepseek_v3": ("deepseek_v3", _PAIRED),
+    "deepseek_v32": ("deepseek_v32", _PAIRED),
+    "dots3_note_text": ("dots3_note", _PAIRED),
+    "ernie4_5": ("ernie4_5", "rotate_half"),
+    "ernie4_5_moe": ("ernie4_5_moe", "rotate_half"),
+    "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "rotate_half_text"),
+    "glm": ("glm", "rotate_half"),
+    "glm4": ("glm4", "rotate_half"),
+    "glm4_moe_lite": ("glm4_moe_lite", _PAIRED),
+    "glm4v_text": ("glm4v", "rotate_half_llm"),
+    "glm_moe_dsa": ("glm_moe_dsa", _PAIRED),
+    "glm_ocr_text": ("glm_ocr", "rotate_half_llm"),
+    "gptj": ("gptj", "rotate_every_two"),
+    "helium": ("helium", "rotate_half"),
+    "hy_v4_vl_text": ("hy_v4_vl", "rotate_half"),
+    "longcat_flash": ("longcat_flash", _PAIRED),
+    "mistral4": ("mistral4", _PAIRED),
+    "mistral_large4_text": ("mistral_large4", _PAIRED),
+    "moonshine": ("moonshine", "rotate_half"),
+    "moonshine_streaming": ("moonshine_streaming", "rotate_half"),
+    "openai_privacy_filter": ("openai_privacy_filter", "_apply_rotary_emb"),
+    "sarvam_mla": ("deepseek_v3", _PAIRED),
+    "youtu": ("youtu", _PAIRED),
+}
+
+
+@pytest.mark.parametrize("kind", NEIGHBORS)
+def test_what_turns_neighbors_is_known_by_its_type(kind: str) -> None:
+    """A config.json need not say so, where transformers has a default."""
+    assert mh.RoPE.from_config({"model_type": kind}).interleaved
+    module, name = NEIGHBORS[kind]
+    place = f"transformers.models.{module}.modeling_{module}"
+    if importlib.util.find_spec(f"transformers.models.{module}") is None:
+        pytest.skip(f"this transformers has no {module}")
+    turn = getattr(import_module(place), name)
+    second = torch.eye(8)[1].view(1, 1, 1, 8)
+    # A quarter of a turn takes a pair's second lane to its first, in whatever order lanes come out.
+    still, quarter = torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
+    if name == _PAIRED:
+        turned = turn(second, second, still, quarter)[0]
+    elif name == "_apply_rotary_emb":
+        turned = turn(second, still[..., :4], quarter[..., :4])
+    else:
+        turned = turn(second)
+    assert turned.flatten().tolist() == [-1.0] + 7 * [0.0]
+
+
+def test_what_turns_halves_is_the_rule() -> None:
+    """The check above tells the two apart."""
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    assert not mh.RoPE.from_config({"model_type": "llama"}).interleaved
+    assert rotate_half(torch.eye(8)[1]).tolist() == [0.0] * 5 + [1.0, 0.0, 0.0]
 
 
 def check(config: Any, x: Tensor, positions: Tensor, want: Tensor) -> None:

@@ -15,10 +15,16 @@ from .rope_scaling import (
     YaRNScaling,
 )
 
-# Models that turn neighboring lanes together; their configs have no key that says so.
+# Models that turn neighboring lanes together. Few configs have a key that says so, and those of
+# some of these (deepseek_v3 and its like) need not write it.
 _INTERLEAVED = (
-    *("codegen", "cohere", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe"),
-    *("glm", "glm4", "gptj", "helium", "llama4_text"),
+    *("axk1", "axk2", "bailing_hybrid", "blt_global_transformer", "blt_local_decoder"),
+    *("blt_local_encoder", "blt_patcher", "codegen", "cohere", "cohere2", "cohere2_moe"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "ernie4_5"),
+    *("ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4_moe_lite", "glm4v_text"),
+    *("glm_moe_dsa", "glm_ocr_text", "gptj", "helium", "hy_v4_vl_text", "llama4_text"),
+    *("longcat_flash", "mistral4", "mistral_large4_text", "moonshine", "moonshine_streaming"),
+    *("openai_privacy_filter", "sarvam_mla", "youtu"),
 )
 
 
