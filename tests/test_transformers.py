@@ -112,6 +112,8 @@ def test_a_model_that_reads_its_mask_is_told_the_other_way():
     assert not hasattr(prepared, "dtype")
     with pytest.raises(AttributeError, match="'dtype' of its attention mask"):
         _ = prepared.dtype
+    with pytest.raises(ModelError, match=r"a part of its attention mask.*eager"):
+        _ = prepared[:, 0]
     assert copy.copy(prepared).shape == (2, 1, 3, 5)
 
 

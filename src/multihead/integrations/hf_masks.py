@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ModelError
 from ..masks import Causal, Dense, Documents, KeyPadding, Mask, QueryStart, Window
 from .extras import import_extra
 
@@ -56,10 +57,17 @@ class PreparedMask:
         return len(self.shape)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"This model reads {name!r} of its attention mask, which multihead keeps as a rule and "
-            "not as a tensor. Set the model to 'sdpa' and use multihead.replace_sdpa(model)."
-        )
+        raise AttributeError(_UNREADABLE.format(f"{name!r}"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ModelError(_UNREADABLE.format("a part"))
+
+
+_UNREADABLE = (
+    "This model reads {} of its attention mask, which multihead keeps as a rule and not as a "
+    "tensor. Set the model to 'sdpa' and use multihead.replace_sdpa(model); or to 'eager', if it "
+    "has no 'sdpa'."
+)
 
 
 def mask_forward(
