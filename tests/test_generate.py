@@ -246,6 +246,8 @@ def test_what_a_prefix_refuses():
         generate(model, PROMPTS, max_new_tokens=1, cache=model.make_caches())
     with pytest.raises(ArgumentError, match="cache and prefix both"):
         generate(model, PROMPTS[0], max_new_tokens=1, prefix=prefix, cache=prefix)
+    with pytest.raises(ArgumentError, match=r"cache='int8'.*make_caches\('int8'\)"):
+        generate(model, PROMPTS[0], max_new_tokens=1, prefix=prefix, cache="int8")
 
 
 def test_targets_of_a_source():

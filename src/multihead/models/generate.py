@@ -247,6 +247,11 @@ def _caches(
             "cache and prefix both hold earlier tokens: give those to be written to as cache, or "
             "those to be left as they are as prefix."
         )
+    if prefix is not None and cache != "growing":
+        raise ArgumentError(
+            f"cache={cache!r} was given, but tokens behind a prefix are kept as the prefix is. "
+            f"Leave cache out, and fill caches of make_caches({cache!r}) for a prefix."
+        )
     name, given = ("cache", cache) if prefix is None else ("prefix", prefix)
     check_caches(name, cast(Sequence[Cache], given), len(model.config.layers))
     return cast(Sequence[Cache], given) if prefix is None else [held.fork() for held in prefix]
