@@ -60,18 +60,30 @@ GPT_OSS_20B = {
     "vocab_size": 201088,
 }
 
+# The text_config of Gemma 3 4B: a config inside another leaves out all that its class says.
+GEMMA_3_4B = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+
 
 def llama(**changes: object) -> dict[str, object]:
     return {k: v for k, v in (LLAMA | changes).items() if v != "absent"}
 
 
 # Their own cards round to 135M, 671B with 37B active, 20.9B with 3.6B active (without embeddings).
+# Gemma's 4,300,079,472 are these and 419,816,304 of what sees.
 @pytest.mark.parametrize(
     ("config", "total", "active"),
     [
         (LLAMA, 134515008, 134515008),
         (DEEPSEEK_V3, 671026404352, 37552282624),
         (GPT_OSS_20B, 20914757184, 4187440704),
+        (GEMMA_3_4B, 3880263168, 3880263168),
     ],
 )
 def test_published_models(config: dict[str, object], total: int, active: int) -> None:
@@ -206,6 +218,7 @@ _OPTIONAL = (
     "n_shared_experts",
     "shared_expert_intermediate_size",
 )
+_INSIDE = {"gemma3_text": ("vocab_size", "num_attention_heads", "max_position_embeddings")}
 
 
 @pytest.mark.slow
@@ -215,7 +228,8 @@ def test_a_field_that_a_config_leaves_out_is_what_its_class_says(model_type: str
     whole = transformers.AutoConfig.for_model(model_type).to_dict()
     if model_type == "deepseek_v2":
         whole["num_experts_per_tok"] = 2
-    for field in filter(whole.__contains__, _OPTIONAL):
+    optional = (*_OPTIONAL, *_INSIDE.get(model_type, ()))
+    for field in filter(whole.__contains__, optional):
         rest = {name: value for name, value in whole.items() if name != field}
         filled = type(transformers.AutoConfig.for_model(model_type)).from_dict(dict(rest))
         assert from_transformers(rest) == from_transformers(filled), field

@@ -101,6 +101,15 @@ _TIED = {"tie_word_embeddings": True}
 _WINDOW_4096 = {"sliding_window": 4096}
 _KV_HEADS_8 = {"num_key_value_heads": 8}
 _GEMMA = {**_TIED, "head_dim": 256}
+# As the text_config of a model that also sees, which leaves out all that its class says.
+_GEMMA_3 = {
+    **_GEMMA,
+    **_WINDOW_4096,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
 # Windows that these configs name are in force only where another field says so.
 _SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
 
@@ -157,7 +166,7 @@ FAMILIES: dict[str, Family] = {
         windows=_every(2, first=SLIDING),
     ),
     "gemma3_text": Family(
-        {**_GEMMA, **_WINDOW_4096, "num_key_value_heads": 4},
+        _GEMMA_3,
         ffn_bias=False,
         norm="rms_offset",
         norms=4,
