@@ -136,10 +136,9 @@ def test_what_training_keeps_of_our_models(family, dtype):
 
     found = saved_bytes(model, loss)
     kept = cost.activation_bytes(describe(model), LENGTH, batch=BATCH, dtype=dtype)
-    # What no description tells: Gemma's factor on its embeddings, and tanh of capped logits.
+    # What no description tells: Gemma's factor on its embeddings.
     config = model.config
     kept += 0 if config.embedding_scale is None else dtype.itemsize
-    kept += 0 if config.logit_softcap is None else BATCH * LENGTH * 101 * dtype.itemsize
     # Layers whose rotations differ in base keep a table each.
     turns = {(layer.rope, layer.width) for layer in config.layers if layer.rope is not None}
     kept += max(0, len(turns) - 1) * 8 * LENGTH * config.layers[0].width

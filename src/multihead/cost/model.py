@@ -139,6 +139,8 @@ class Model:
         causal: a decoder, whose tokens see no later ones; False for an encoder.
         head: logits over the vocabulary; `tied` where its matrix is the embeddings'.
         head_bias: a bias of the logits.
+        capped_logits: whether a tanh caps the logits (Gemma 2); it changes what is kept for the
+            backward pass and nothing else.
         positions: rows of a learned table of positions.
         types: rows of a table of segments.
         embedding_norm, final_norm: norms of what enters and leaves the layers.
@@ -160,6 +162,7 @@ class Model:
     head: bool = True
     tied: bool = False
     head_bias: bool = False
+    capped_logits: bool = False
     positions: int = 0
     types: int = 0
     embedding_norm: bool = False

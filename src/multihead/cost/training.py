@@ -103,10 +103,11 @@ def activation_bytes(
 ) -> int:
     """What autograd keeps of a forward pass with its loss, as our own layers keep it.
 
-    To the byte for decoders that `multihead.models` can build (see `multihead.cost.activations`);
-    of experts, the visits of every token are counted as so many feed-forwards. Other frameworks'
-    layers keep somewhat more or less, and N x N weights where they build them. The loss is the
-    cross-entropy of all logits.
+    To the byte for decoders that `multihead.models` can build (see `multihead.cost.activations`),
+    but for the one number that scales embeddings, and a table of angles for each further base of
+    rotations. Of experts, the visits of every token are counted as so many feed-forwards. Other
+    frameworks' layers keep somewhat more or less, and N x N weights where they build them. The
+    loss is the cross-entropy of all logits.
 
     Raises:
         ArgumentError: a negative count, an unknown dtype, or an encoder-decoder.
@@ -197,6 +198,6 @@ def _ends_kept(model: Model, tokens: int, batch: int, size: int) -> int:
     outer = model.embedding_norm + model.final_norm
     kept += outer * norm_kept(rows, width, norm, size)
     if model.head and model.vocab:
-        kept += head_kept(rows, width, model.vocab, element_bytes=size)
+        kept += head_kept(rows, width, model.vocab, softcap=model.capped_logits, element_bytes=size)
         kept += cross_entropy_kept(rows, model.vocab, size)
     return kept

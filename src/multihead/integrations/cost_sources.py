@@ -200,6 +200,7 @@ def _decoder(module: LanguageModel, source: cost.Model | None) -> cost.Model:
         vocab=config.vocab_size,
         tied=config.tied,
         head_bias=config.head_bias,
+        capped_logits=config.logit_softcap is not None,
         positions=_rows(module.positions),
         embedding_norm=config.embedding_norm,
         final_norm=config.final_norm,

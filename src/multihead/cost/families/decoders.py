@@ -159,7 +159,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family({**_GEMMA, "num_key_value_heads": 16}, ffn_bias=False, norm="rms_offset"),
     "gemma2": Family(
-        {**_GEMMA, **_WINDOW_4096, "num_key_value_heads": 4},
+        {
+            **_GEMMA,
+            **_WINDOW_4096,
+            "num_key_value_heads": 4,
+            "final_logit_softcapping": 30.0,
+        },
         ffn_bias=False,
         norm="rms_offset",
         norms=4,
@@ -220,6 +225,7 @@ def read(fields: Fields, model_type: str) -> Model:
         vocab=fields.size("vocab_size"),
         tied=fields.flag("tie_word_embeddings"),
         head_bias=family.head_bias,
+        capped_logits=fields.flag("final_logit_softcapping"),
         norm=family.norm,
         trained_context=fields.size_or_none("max_position_embeddings"),
     )
