@@ -17,6 +17,7 @@ from multihead.cost import (
     Pass,
     activation_bytes,
     cache_bytes,
+    forward,
     parameters_of,
     score_tables,
     training_memory,
@@ -130,6 +131,19 @@ def test_score_tables(tokens: int, table: int) -> None:
     model = replace(model, layers=model.layers * 3)
     tables = score_tables(model, Pass(tokens, batch=2), "float16")
     assert (tables.head, tables.layer, tables.model) == (table, 16 * table, 48 * table)
+
+
+def test_score_tables_of_an_encoder_decoder_are_as_many_as_its_exponentials() -> None:
+    """Those of the encoder and of cross-attention too; a step behind the cache builds fewer."""
+    attention = Attention.of(32, 4)
+    source = Model((Layer(Attention.of(32, 8), FeedForward(32, 17)),) * 3, causal=False, head=False)
+    crossing = Layer(attention, FeedForward(32, 17), cross=Attention.of(32, 2))
+    model = Model((crossing,) * 2, head=False, source=source)
+    for step in (Pass(5, batch=2, source=11), Pass(1, past=6, batch=2, source=11)):
+        tables = score_tables(model, step, "float16")
+        assert tables.model == 2 * forward(model, step, counting="dense").exponentials
+    assert score_tables(model, Pass(5, source=11), "float16").layer == 2 * 8 * 11 * 11
+    assert score_tables(model, Pass(1, past=6, source=11), "float16").layer == 2 * 4 * 7
 
 
 def test_training() -> None:
