@@ -392,7 +392,10 @@ def test_configs_that_cannot_be_counted(
 
 
 def test_models_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no file or folder" in refusal(capsys, str(tmp_path / "none.gguf"), status=1)
+    missing = refusal(capsys, str(tmp_path / "none.json"), status=1)
+    assert "no file or folder" in missing
+    assert "a config.json" in missing
+    assert "nothing is ever downloaded" in refusal(capsys, "google/gemma-2-9b", status=1)
     assert "config.json" in refusal(capsys, str(tmp_path), status=1)
 
 

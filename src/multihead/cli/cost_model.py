@@ -98,7 +98,7 @@ def _of_file(name: str) -> cost.Model:
             )
         return _of_config(path / "config.json", path.resolve().name)
     if not path.is_file():
-        raise absent(name)
+        raise absent(name, also="a config.json")
     if path.suffix == ".json":
         return _of_config(path, path.resolve().parent.name)
     from multihead.integrations.cost_gguf import describe_gguf

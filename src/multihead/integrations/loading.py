@@ -44,8 +44,8 @@ def load(name_or_path: str | Path = SMOLLM2, *, dtype: torch.dtype = torch.float
     raise absent(name_or_path)
 
 
-def absent(name_or_path: str | Path) -> ModelError:
-    """The error for a name that is no model on this machine."""
+def absent(name_or_path: str | Path, *, also: str | None = None) -> ModelError:
+    """The error for a name that is no model on this machine; `also` is what else may be given."""
     path = Path(name_or_path).expanduser()
     looks_like_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)) and not path.suffix
     meaning = (
@@ -54,8 +54,9 @@ def absent(name_or_path: str | Path) -> ModelError:
         else f"There is no file or folder {path}"
     )
     return ModelError(
-        f"{meaning}. Give '{SMOLLM2}', the path of a .gguf file, or a folder that transformers' "
-        "save_pretrained wrote."
+        f"{meaning}. Give '{SMOLLM2}', the path of a .gguf file, "
+        + (f"{also}, " if also else "")
+        + "or a folder that transformers' save_pretrained wrote."
     )
 
 
