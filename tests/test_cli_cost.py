@@ -165,6 +165,16 @@ def test_sweep_over_contexts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [column["context"] for column in short][-1] == 100
 
 
+@pytest.mark.parametrize("asked", [("--compare", "mha"), ("--sweep", "heads"), ()])
+def test_every_view_names_the_device_and_the_memory(
+    asked: tuple[str, ...], config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = [line for line in run(capsys, config, *asked).splitlines() if "batch 1" in line]
+    assert use == ["  512 tokens · batch 1 · bfloat16 · growing cache"]
+    printed = run(capsys, config, *asked, "--device", "l4", "--memory", "1GiB")
+    assert use[0] + " · L4 · 1.00 GiB of memory\n" in printed
+
+
 def test_what_if(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, config, "--what-if", "heads=16", "--what-if", "batch=3,dtype=fp32")
     before, after = found["columns"]

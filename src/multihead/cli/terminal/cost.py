@@ -65,7 +65,7 @@ def print_report(console: Console, document: Mapping[str, Any], remarks: Sequenc
 
 
 def print_outline(console: Console, document: Mapping[str, Any]) -> None:
-    """The model's sizes, how it is used, and the units."""
+    """The model's sizes, how and where it is used, and the units."""
     model, setting = document["model"], document["setting"]
     width = room(console)
     title = visible(model["name"] or "model", spaces=False)
@@ -93,6 +93,10 @@ def print_outline(console: Console, document: Mapping[str, Any]) -> None:
     ]
     if model["causal"]:
         use.append(f"{setting['cache']} cache")
+    if setting["device"] is not None:
+        use.append(setting["device"]["name"])
+    if setting["memory"] is not None:
+        use.append(f"{binary_bytes(setting['memory'])} of memory")
     show(console, flow(use, width))
     paragraph(console, UNITS)
 
