@@ -175,6 +175,14 @@ def test_every_view_names_the_device_and_the_memory(
     assert use[0] + " · L4 · 1.00 GiB of memory\n" in printed
 
 
+def test_layers_that_read_alike_stand_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"d_model": 64, "d_ff": 96, "d_kv": 8, "num_heads": 8, "num_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 9} | sizes))
+    assert "  3 layers: 8 heads" in run(capsys, str(tmp_path))  # the first has T5's score biases
+
+
 def test_what_if(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, config, "--what-if", "heads=16", "--what-if", "batch=3,dtype=fp32")
     before, after = found["columns"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from multihead.cost.latent import LatentAttention
 from multihead.cost.memory import score_tables, weight_bytes
 from multihead.cost.model import Experts, Layer, Model
 from multihead.cost.operations import Pass, backward, forward, model_pairs
-from multihead.cost.parameters import counted_layers, parameters_of
+from multihead.cost.parameters import parameters_of
 from multihead.cost.parts import Attention
 from multihead.cost.training import training_memory
 from multihead.errors import ArgumentError
@@ -136,7 +137,7 @@ def measures(model: Model, setting: Setting) -> dict[str, int | float | None]:
 
 
 def outline(model: Model) -> dict[str, Any]:
-    """The model's sizes in a few words: one entry for each kind of layer."""
+    """The model's sizes in a few words: one entry for each kind of layer that they tell apart."""
     return {
         "name": model.name,
         "causal": model.causal,
@@ -145,18 +146,22 @@ def outline(model: Model) -> dict[str, Any]:
         "vocab": model.vocab,
         "tied": model.head and model.tied,
         "trained_context": model.trained_context,
-        "kinds": [_kind(layer, count) for layer, count in counted_layers(model.layers)],
+        "kinds": _kinds(model),
         "encoder": None if model.source is None else outline(model.source),
     }
 
 
-def _kind(layer: Layer, count: int) -> dict[str, Any]:
+def _kinds(model: Model) -> list[dict[str, Any]]:
+    counts = Counter(tuple(_kind(layer).items()) for layer in model.layers)
+    return [{"layers": count, **dict(kind)} for kind, count in counts.items()]
+
+
+def _kind(layer: Layer) -> dict[str, Any]:
     attention, ffn = layer.attention, layer.feed_forward
     latent = attention if isinstance(attention, LatentAttention) else None
     experts = ffn if isinstance(ffn, Experts) else None
     dense = ffn.expert if isinstance(ffn, Experts) else ffn
     return {
-        "layers": count,
         "attention": attention.kind,
         "heads": attention.heads,
         "kv_heads": attention.kv_heads,
