@@ -183,6 +183,22 @@ def test_layers_that_read_alike_stand_in_one_line(
     assert "  3 layers: 8 heads" in run(capsys, str(tmp_path))  # the first has T5's score biases
 
 
+def test_a_model_without_a_head_has_no_logits(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "forward with all logits" in " ".join(run(capsys, config).split())
+    assert "logits" not in run(capsys, *PLAIN)
+
+
+def test_what_fits_in_words(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def fits(context: str, memory: str) -> str:
+        return " ".join(run(capsys, config, "--context", context, "--memory", memory).split())
+
+    assert "or 1 row of 512 tokens" in fits("512", "500KiB")
+    assert "No row of 512 tokens fits in training." in fits("512", "500KiB")
+    assert re.search(r"In training fit [1-9][0-9,]* rows of 512 tokens", fits("512", "1GiB"))
+
+
 def test_what_if(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, config, "--what-if", "heads=16", "--what-if", "batch=3,dtype=fp32")
     before, after = found["columns"]
@@ -192,6 +208,8 @@ def test_what_if(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, config, "--what-if", "heads=16")
     assert "difference" in printed
     assert "same" in printed
+    changed = run(capsys, config, "--what-if", "context=128k,dtype=fp32")
+    assert "context 512 to 131,072, dtype bfloat16 to float32" in " ".join(changed.split())
 
 
 def test_times(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,7 +326,7 @@ def test_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["prefill"]["visible_pairs"] == [(3 + 4 + 5 + 4 + 3) * 8]
     fits = " ".join(run(capsys, *PLAIN, "--encoder", "--memory", "1TB").split())
     assert "an encoder keeps no cache" in fits
-    assert re.search(r"Training fits [1-9][0-9,]* rows", fits)
+    assert re.search(r"In training fit [1-9][0-9,]* rows", fits)
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

@@ -193,8 +193,9 @@ def _print_parts(console: Console, document: Mapping[str, Any]) -> None:
 
 def _training_words(ahead: Mapping[str, int], behind: Mapping[str, int]) -> str:
     attention = (behind["scores"] + behind["values"]) / (ahead["scores"] + ahead["values"])
+    logits = " with all logits" if ahead["head"] else ""
     return (
-        f"A step of training: {short_count(ahead['total'])} products forward with all logits, "
+        f"A step of training: {short_count(ahead['total'])} products forward{logits}, "
         f"{short_count(behind['total'])} backward ({behind['total'] / ahead['total']:.2f} times; "
         f"matrices twice, attention {attention:.3g} times, as it makes its weights again)."
     )
@@ -244,7 +245,9 @@ def _fit_lines(setting: Mapping[str, Any], memory: Mapping[str, Any]) -> list[st
     fit, weights = memory["fit"], memory["weights"]
 
     def most(value: int | None, unit: str) -> str:
-        return f"any number of {unit}" if value is None else f"{value:,} {unit}"
+        if value is None:
+            return f"any number of {unit}s"
+        return f"{value:,} {unit}" + ("" if value == 1 else "s")
 
     room_for = binary_bytes(setting["memory"])
     if weights > setting["memory"]:
@@ -256,12 +259,15 @@ def _fit_lines(setting: Mapping[str, Any], memory: Mapping[str, Any]) -> list[st
         ]
     else:
         lines = [
-            f"Into {room_for} fit, beside the weights, {most(fit['context'], 'tokens')} at batch "
-            f"{setting['batch']}, or {most(fit['batch'], 'rows')} of {setting['context']:,} "
+            f"Into {room_for} fit, beside the weights, {most(fit['context'], 'token')} at batch "
+            f"{setting['batch']}, or {most(fit['batch'], 'row')} of {setting['context']:,} "
             "tokens; what a pass needs while it runs is not counted."
         ]
-    if fit["training_batch"] is not None:
-        lines.append(f"Training fits {fit['training_batch']:,} rows of {setting['context']:,}.")
+    tokens = f"of {setting['context']:,} tokens"
+    if fit["training_batch"]:
+        lines.append(f"In training fit {most(fit['training_batch'], 'row')} {tokens}.")
+    elif fit["training_batch"] == 0:
+        lines.append(f"No row {tokens} fits in training.")
     return lines
 
 
@@ -317,7 +323,8 @@ def _heads_lines(document: Mapping[str, Any]) -> list[str]:
         lines = [
             f"The cache keeps {kind['latent_dim']} + {kind['rope_dim']} = {entry} numbers a token "
             f"and layer for all {heads} heads together; keys and values of each would be "
-            f"{heads * (dim + kind['value_dim']):,}. Everything else grows with the heads."
+            f"{heads * (dim + kind['value_dim']):,}. Products, exponentials and the N x N tables "
+            "grow with the heads."
         ]
         return lines + _crossover_lines(document["crossover"])
     lines = [

@@ -63,7 +63,7 @@ _SWEEP_HEADINGS = {
     "context": "What does a longer context change?",
 }
 _SWEEP_WORDS = {
-    "head-dim": "The width of all heads together grows, and with it everything but exponentials.",
+    "head-dim": "The width of all heads together grows, and with it all these but exponentials.",
     "context": "Twice the context: twice the projections and the cache, four times QKᵀ and PV, "
     "their exponentials and N x N tables, but for layers with windows.",
 }
@@ -73,8 +73,8 @@ _HEADS_WORDS = {
     "exponentials and N x N tables grow with heads.",
     "mqa": "The one KV head is as wide as a head: more heads make it, and the cache, narrower. "
     "Exponentials and N x N tables grow with heads.",
-    "mla": "Heads keep their widths and the latent is theirs together: everything grows with heads "
-    "but the cache.",
+    "mla": "Heads keep their widths, so attention's parameters, products, exponentials and N x N "
+    "tables grow with them; the latent is theirs together, so the cache stays.",
 }
 _OVER = {key: heading for key, _, heading in _MEASURES}
 _GAP = 2
@@ -93,7 +93,7 @@ def print_columns(
     before, after = columns[0].setting, columns[-1].setting
     if difference and before != after:
         changed = [
-            f"{name} {getattr(before, name)} to {getattr(after, name)}"
+            f"{name} {_plain(getattr(before, name))} to {_plain(getattr(after, name))}"
             for name in ("context", "batch", "dtype", "cache")
             if getattr(before, name) != getattr(after, name)
         ]
@@ -218,6 +218,10 @@ def _written(key: str, value: Any) -> str:
     if key == "decode_intensity":
         return intensity(value)
     return f"{value:,}" if key in _FITS else short_count(value)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _difference(before: Any, after: Any) -> str:
