@@ -142,7 +142,7 @@ def causal_with_cache() -> Ran:
     "Give them zeros, as multihead does, and leave them out of the loss.",
 )
 def rows_without_keys() -> Ran:
-    """Softmax over nothing but minus infinity is 0 / 0; in training one NaN is in every weight."""
+    """Softmax over nothing but minus infinity is 0 / 0; a NaN in the loss goes to every weight."""
     query, key, value = qkv()
     real = torch.tensor([[False, True, True, True, True, True], [True] * 6])
     visible_b1nm = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & real[:, None, None]
