@@ -1,6 +1,8 @@
 """Other people's models and files: transformers, GGUF, safetensors."""
 
 from .checkpoints import load_checkpoint, save_checkpoint
+from .cost_gguf import describe_gguf
+from .cost_sources import describe
 from .gguf import LoadedModel, load_gguf
 from .gguf_file import ModelFacts
 from .language_models import LoadedLanguageModel, load_language_model
@@ -13,6 +15,8 @@ __all__ = [
     "LoadedModel",
     "ModelFacts",
     "TextTokenizer",
+    "describe",
+    "describe_gguf",
     "load",
     "load_checkpoint",
     "load_gguf",
