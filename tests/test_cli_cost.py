@@ -469,7 +469,10 @@ def test_bytes_as_written(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (2e-8, "0.02 µs"),
+        (2.446e-9, "2.45 ns"),
+        (2e-8, "20.0 ns"),
+        (9.996e-7, "1.00 µs"),
+        (0.0, "0.00 ns"),
         (8.42e-5, "84.2 µs"),
         (0.0123, "12.3 ms"),
         (1.0, "1.00 s"),

@@ -210,7 +210,9 @@ def test_numbers() -> None:
     assert short_count(134515008) == "135 M"
     assert short_count(999) == "999"
     assert short_count(999_950) == "1.00 M"
+    assert short_count(2.26e18) == "2.26 E"
     assert short_bytes(34359738368) == "34.4 GB"
+    assert short_bytes(2.26e18) == "2.26 EB"
     assert [weight(w) for w in (0, 0.001, 0.31, 0.999, 1)] == [
         "0.00",
         "<.01",

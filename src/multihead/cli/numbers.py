@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-_COUNT_UNITS = ("", " k", " M", " G", " T", " P")
-_BYTE_UNITS = (" B", " kB", " MB", " GB", " TB", " PB")
+_COUNT_UNITS = ("", " k", " M", " G", " T", " P", " E")
+_BYTE_UNITS = (" B", " kB", " MB", " GB", " TB", " PB", " EB")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 

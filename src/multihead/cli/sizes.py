@@ -20,7 +20,7 @@ _BYTE_FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def parse_count(text: str, option: str) -> int:
@@ -86,9 +86,9 @@ def duration(seconds: float) -> str:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 99.95:
         return f"{seconds / 60:.1f} min"
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns")):
         scaled = seconds * factor
-        if scaled >= 0.9995 or unit == "µs":
+        if scaled >= 0.9995 or unit == "ns":
             digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
             return f"{scaled:.{digits}f} {unit}"
     raise AssertionError
