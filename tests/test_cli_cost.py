@@ -190,6 +190,30 @@ def test_a_model_without_a_head_has_no_logits(
     assert "logits" not in run(capsys, *PLAIN)
 
 
+def test_words_are_of_the_model_at_hand(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words(*arguments: str) -> str:
+        return " ".join(run(capsys, *arguments).split())
+
+    encoder = (*PLAIN, "--encoder")
+    for sweep in ("heads", "context"):
+        assert "cache" in words(config, "--sweep", sweep)
+        assert "cache" not in words(*encoder, "--sweep", sweep)
+    assert "at the same width?" in words(config, "--sweep", "heads")
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    experts = {"first_k_dense_replace": 3, "moe_intermediate_size": 8, "n_routed_experts": 2}
+    path = tmp_path / "latent.json"
+    deepseek = LLAMA | latent | experts | {"model_type": "deepseek_v3", "num_experts_per_tok": 1}
+    path.write_text(json.dumps(deepseek))
+    assert "each as wide as now?" in words(str(path), "--sweep", "heads")
+    assert "1 token · batch 1" in words(config, "--context", "1")
+    timed = ("--device", "h100")
+    for view in ((), ("--sweep", "heads"), ("--compare", "mha")):
+        assert "exponentials are not timed" in words(config, *view, *timed)
+        assert "not timed" not in words(config, *view)
+
+
 def test_what_fits_in_words(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     def fits(context: str, memory: str) -> str:
         return " ".join(run(capsys, config, "--context", context, "--memory", memory).split())

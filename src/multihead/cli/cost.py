@@ -140,7 +140,8 @@ def _this_machine(dtype: str) -> cost.Device:
         processor_name(),
         gigaflops * 1e9,
         read_bandwidth() * 1e9,
-        source=f"measured now: {instruction} chains and reads of memory on {threads} threads",
+        source=f"measured now: {instruction} chains and reads of memory on {threads} "
+        f"thread{'' if threads == 1 else 's'}",
     )
 
 

@@ -34,7 +34,8 @@ class Estimate:
     """A pass by part. Times are None where no device was given.
 
     `seconds` is the sum over the parts of the longer of flops / peak and bytes / bandwidth: a lower
-    bound, which kernels come near to and never below.
+    bound, which kernels come near to and never below. Exponentials, h of them for each pair of
+    tokens, are in no peak and not timed: of very narrow heads they take longer than the products.
     """
 
     parts: tuple[Part, ...]

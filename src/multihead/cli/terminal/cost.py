@@ -87,7 +87,7 @@ def print_outline(console: Console, document: Mapping[str, Any]) -> None:
     context = setting["context"]
     short = short_tokens(context)
     use = [
-        f"{context:,} tokens" + (f" ({short}, k = 1,024)" if short[-1] in "km" else ""),
+        _tokens(context) + (f" ({short}, k = 1,024)" if short[-1] in "km" else ""),
         f"batch {setting['batch']:,}",
         setting["dtype"],
     ]
@@ -109,6 +109,10 @@ def paragraph(console: Console, text: str) -> None:
 def intensity(value: float) -> str:
     """Operations a byte in three digits, or all digits of a whole number."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token" + ("" if count == 1 else "s")
 
 
 def _share(part: int, whole: int) -> str:
@@ -260,10 +264,10 @@ def _fit_lines(setting: Mapping[str, Any], memory: Mapping[str, Any]) -> list[st
     else:
         lines = [
             f"Into {room_for} fit, beside the weights, {most(fit['context'], 'token')} at batch "
-            f"{setting['batch']}, or {most(fit['batch'], 'row')} of {setting['context']:,} "
-            "tokens; what a pass needs while it runs is not counted."
+            f"{setting['batch']}, or {most(fit['batch'], 'row')} of "
+            f"{_tokens(setting['context'])}; what a pass needs while it runs is not counted."
         ]
-    tokens = f"of {setting['context']:,} tokens"
+    tokens = f"of {_tokens(setting['context'])}"
     if fit["training_batch"]:
         lines.append(f"In training fit {most(fit['training_batch'], 'row')} {tokens}.")
     elif fit["training_batch"] == 0:
@@ -311,7 +315,7 @@ def _print_times(console: Console, document: Mapping[str, Any]) -> None:
         f"At the limits of {device['name']}: {device['flops'] / 1e12:,.4g} TFLOP/s, "
         f"{device['bandwidth'] / 1e9:,.4g} GB/s ({device['source']}). Above {device['ridge']:.3g} "
         "flop/byte products bound (C), below it memory (M). A lower bound: each byte is moved "
-        "once, and nothing is lost between kernels.",
+        "once, exponentials are not timed, and nothing is lost between kernels.",
     )
 
 

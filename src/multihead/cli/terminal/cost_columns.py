@@ -62,6 +62,7 @@ _SWEEP_HEADINGS = {
     "head-dim": "What do wider heads change, as many as now?",
     "context": "What does a longer context change?",
 }
+_LATENT_HEADING = "What does another number of heads change, each as wide as now?"
 _SWEEP_WORDS = {
     "head-dim": "The width of all heads together grows, and with it all these but exponentials.",
     "context": "Twice the context: twice the projections and the cache, four times QKᵀ and PV, "
@@ -76,6 +77,13 @@ _HEADS_WORDS = {
     "mla": "Heads keep their widths, so attention's parameters, products, exponentials and N x N "
     "tables grow with them; the latent is theirs together, so the cache stays.",
 }
+# An encoder keeps no cache of which there is a word to say.
+_WITHOUT_CACHE = (
+    ("Parameters, products and cache stay", "Parameters and products stay"),
+    ("the projections and the cache", "the projections"),
+    ("make it, and the cache, narrower", "make it narrower"),
+    (", so the cache stays", ""),
+)
 _OVER = {key: heading for key, _, heading in _MEASURES}
 _GAP = 2
 _TIMES = ("prefill_seconds", "decode_seconds")
@@ -98,6 +106,7 @@ def print_columns(
             if getattr(before, name) != getattr(after, name)
         ]
         paragraph(console, f"Changed as well: {', '.join(changed)}.")
+    _print_limits(console, document)
     if not difference:
         kinds = {column.model.layers[0].attention.kind for column in columns}
         wider = ", MLA's wider by the lanes after +, which are rotated" if "mla" in kinds else ""
@@ -158,8 +167,9 @@ def print_sweep(
 ) -> None:
     """Every model in a row, the measures that the sweep is about in columns."""
     print_outline(console, document)
-    print_question(console, _SWEEP_HEADINGS[sweep])
     own = document["model"]["kinds"][0]
+    latent = sweep == "heads" and own["attention"] == "mla"
+    print_question(console, _LATENT_HEADING if latent else _SWEEP_HEADINGS[sweep])
     rows = []
     for column in columns:
         attention = column.model.layers[0].attention
@@ -178,7 +188,22 @@ def print_sweep(
     left_out = [_OVER[key].replace("-\n", "").replace("\n", " ") for key in keys[len(shown) :]]
     if left_out:
         paragraph(console, f"A wider terminal shows also {' and '.join(left_out)}.")
-    paragraph(console, _HEADS_WORDS[own["attention"]] if sweep == "heads" else _SWEEP_WORDS[sweep])
+    words = _HEADS_WORDS[own["attention"]] if sweep == "heads" else _SWEEP_WORDS[sweep]
+    for cached, without in () if document["model"]["causal"] else _WITHOUT_CACHE:
+        words = words.replace(cached, without)
+    paragraph(console, words)
+    _print_limits(console, document)
+
+
+def _print_limits(console: Console, document: Mapping[str, Any]) -> None:
+    """What the times are, where there are any."""
+    device = document["setting"]["device"]
+    if device is not None:
+        paragraph(
+            console,
+            f"Times are lower bounds at the limits of {device['name']}; exponentials are not "
+            "timed.",
+        )
 
 
 def _fitting(
