@@ -322,3 +322,14 @@ def test_remarks_name_their_evidence(heads: int) -> None:
     assert all(remark.text and remark.evidence for remark in remarks)
     assert ("registers" in " ".join(r.text for r in remarks)) == (72 // heads % 16 != 0)
     assert all(trial.heads * trial.head_dim == 512 for trial in VASWANI_3A)
+
+
+@pytest.mark.parametrize(
+    ("dim", "trial"), [(63, 64), (56, 64), (120, 128), (96, 128), (20, 16), (1, 16), (4096, 512)]
+)
+def test_a_remark_is_of_the_nearest_trial(dim: int, trial: int) -> None:
+    attention = Attention.of(8 * dim, 8)
+    model = Model((Layer(attention, FeedForward(8 * dim, 4)),), head=False)
+    text = head_size_remarks(model)[0].text
+    assert f"of {trial}, nearest to yours" in text
+    assert ("1 head of" in text) == (trial == 512)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from multihead.cost.model import Model
 
@@ -47,10 +48,11 @@ def head_size_remarks(model: Model) -> list[Remark]:
 
 def _measured(dim: int) -> Remark:
     best = min(VASWANI_3A, key=lambda trial: trial.perplexity)
-    nearest = min(VASWANI_3A, key=lambda trial: abs(trial.head_dim.bit_length() - dim.bit_length()))
+    nearest = min(VASWANI_3A, key=lambda trial: abs(log2(trial.head_dim / dim)))
     relation = "as wide as yours" if nearest.head_dim == dim else "nearest to yours"
+    heads = "1 head" if nearest.heads == 1 else f"{nearest.heads} heads"
     return Remark(
-        f"At equal parameters {nearest.heads} heads of {nearest.head_dim}, {relation}, reached "
+        f"At equal parameters {heads} of {nearest.head_dim}, {relation}, reached "
         f"perplexity {nearest.perplexity:.2f} (BLEU {nearest.bleu}); the best, {best.heads} of "
         f"{best.head_dim}, {best.perplexity:.2f} ({best.bleu}); one head of 512, "
         f"{VASWANI_3A[0].perplexity:.2f} ({VASWANI_3A[0].bleu}).",
