@@ -157,6 +157,33 @@ def test_names_of_base_models_and_of_larger_ones():
     assert back.keys() == {name.removeprefix("bert.") for name in state}
 
 
+def test_norms_by_their_first_names():
+    """Those of BERT's first checkpoints, which transformers renames as it loads them."""
+    bert = families.build("bert")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    state = {
+        next((name.replace(new, first) for new, first in old.items() if new in name), name): tensor
+        for name, tensor in bert.state_dict().items()
+    }
+    assert not any("LayerNorm.weight" in name for name in state)
+    ids, _ = families.padded((11,), "right")
+    named_so = checkpoints.from_checkpoint(bert.config.to_dict(), state)
+    assert torch.equal(named_so(ids), from_theirs(bert)(ids))
+
+
+def test_a_bart_that_was_saved_without_its_head():
+    """transformers then takes its logits' bias for zero."""
+    theirs = families.build("bart")
+    theirs.final_logits_bias.zero_()
+    bare = checkpoints.from_checkpoint(theirs.config.to_dict(), theirs.model.state_dict())
+    ids, _ = families.padded((11,), "right")
+    got, want = (model(ids[:, :5], ids) for model in (bare, from_theirs(theirs)))
+    # A product without a bias may be summed in another order than one with zeros.
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    _, back = checkpoints.to_checkpoint(bare, "bart")
+    assert "final_logits_bias" not in back
+
+
 def test_each_tensor_is_looked_up_once():
     """Which may read it from a file, and dequantize it."""
 

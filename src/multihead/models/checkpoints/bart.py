@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError
@@ -16,6 +17,9 @@ PREFIX = "model."
 OUTER_PREFIX = ""
 DERIVED = re.compile(r"model\.(encoder|decoder)\.embed_tokens\.weight")
 """Second names of the shared table."""
+
+HEAD_BIAS = "final_logits_bias"
+"""Of the logits; a model that was saved without its head has none."""
 
 _OFFSET = 2  # the rows of the table of positions that no position reads
 
@@ -95,17 +99,21 @@ def write_config(config: EncoderDecoderConfig, model_type: str) -> dict[str, Any
         fields[f"{name}_layers"] = len(layers)
         fields[f"{name}_attention_heads"] = layers[0].num_heads
         fields[f"{name}_ffn_dim"] = layers[0].ffn_dim
-    if read_config(fields) != config:
+    if with_head_bias(read_config(fields), config.target.head_bias) != config:
         raise ModelError("this model is not built as BART is.")
     return fields
 
 
+def with_head_bias(config: EncoderDecoderConfig, has: bool) -> EncoderDecoderConfig:
+    """The description of a model whose logits have a bias or none."""
+    return replace(config, target=replace(config.target, head_bias=has))
+
+
 def rules(config: EncoderDecoderConfig) -> list[Rule]:
     """Where each parameter is in a checkpoint of this family."""
-    found = [
-        Rule("decoder.embedding.weight", ("model.shared.weight",)),
-        Rule("decoder.head.bias", ("final_logits_bias",), flattened=True),
-    ]
+    found = [Rule("decoder.embedding.weight", ("model.shared.weight",))]
+    if config.target.head_bias:
+        found.append(Rule("decoder.head.bias", (HEAD_BIAS,), flattened=True))
     found += _part("encoder", config.source.layers)
     return found + _part("decoder", config.target.layers)
 

@@ -90,6 +90,8 @@ def from_checkpoint(
     theirs = _canonical(family, config, state)
     if isinstance(config, EncoderConfig) and family is not native:
         config = replace(config, pooler="pooler.dense.weight" in theirs)
+    if family is bart and isinstance(config, EncoderDecoderConfig):
+        config = bart.with_head_bias(config, bart.HEAD_BIAS in set(theirs))
     ours = read_state(family.rules(config), theirs)
     with torch.device("meta"), _WithoutInitialValues():
         model = build(config)
@@ -151,6 +153,14 @@ def _family(model_type: str) -> ModuleType:
     return _FAMILIES[model_type]
 
 
+def _renewed(name: str) -> str:
+    """A name of a tensor, where BERT's first checkpoints have it in TensorFlow's words."""
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
 def _canonical(family: ModuleType, config: Config, state: Mapping[str, Tensor]) -> Renamed:
     """`state` with the names of a whole model, without what follows from the rest."""
     tied = isinstance(config, EncoderDecoderConfig) or getattr(config, "tied", False)
@@ -158,7 +168,7 @@ def _canonical(family: ModuleType, config: Config, state: Mapping[str, Tensor]) 
     bare = not any(name.startswith(family.PREFIX) for name in state)
     names = {}
     for name in state:
-        canonical = name.removeprefix(family.OUTER_PREFIX)
+        canonical = _renewed(name.removeprefix(family.OUTER_PREFIX))
         if bare and not name.startswith("lm_head."):
             canonical = family.PREFIX + canonical
         if family.DERIVED.fullmatch(canonical) or (tied and canonical == "lm_head.weight"):
