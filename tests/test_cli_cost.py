@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+from multihead import cost
 from multihead.cli import main, sizes
 from requires import require
 
@@ -303,6 +304,19 @@ def test_plots(
     path = tmp_path / "cost.svg"
     assert f"Plot: {path}" in run(capsys, config, *asked, "--plot", str(path))
     assert path.read_bytes().startswith(b"<?xml")
+
+
+def test_bars_of_many_kinds_are_told_apart() -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    from multihead.cli import cost_plot, cost_views
+
+    model = cost.from_transformers(LLAMA)
+    kinds = "mha,gqa:4,gqa:2,mqa,mla,mla:8+4,mla:4+2"
+    figure = figures.Figure()
+    cost_plot._draw_bars(figure, cost_views.compared(model, cost.Setting(64), kinds))
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    looks = {(bars[0].get_facecolor(), bars[0].get_hatch()) for bars in handles}
+    assert len(looks) == len(labels) == 7
 
 
 def test_a_plot_without_matplotlib_names_the_extra(

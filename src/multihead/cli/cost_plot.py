@@ -15,6 +15,8 @@ from multihead.errors import InputError, MissingExtraError
 _FORMATS = (".png", ".svg", ".pdf")
 # Okabe and Ito's colors, which stay apart for color-blind eyes.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+# Where there are more columns than colors.
+_HATCHES = ("", "///", "...")
 _PRODUCTS = (
     ("projection_products", "projections"),
     ("attention_products", "QKᵀ and PV"),
@@ -100,10 +102,12 @@ def _draw_bars(figure: Any, columns: Sequence[Column]) -> None:
             shares.append(float(column.measures[key] or 0) / largest)
         places = [place + (index + 0.5) * width - 0.4 for place in range(len(bars))]
         color = _COLORS[index % len(_COLORS)]
-        axes.bar(places, shares, width * 0.92, color=color, label=column.name)
+        hatch = _HATCHES[index // len(_COLORS) % len(_HATCHES)]
+        axes.bar(places, shares, width * 0.92, color=color, hatch=hatch, label=column.name)
     axes.set_xticks(range(len(bars)), [name for _, name in bars])
     axes.set_ylabel("share of the largest")
-    axes.legend(frameon=False, ncols=len(columns), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    ncols = min(len(columns), len(_COLORS))
+    axes.legend(frameon=False, ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
