@@ -171,9 +171,13 @@ def test_a_bare_call_computes_again() -> None:
     assert small.bare_call(lambda: query) is None
 
 
-@pytest.mark.parametrize("name", ["row-statistics", "softcap", "sinks", "alibi", "keys-bias"])
+@pytest.mark.parametrize(
+    "name", ["row-statistics", "softcap", "sinks", "alibi", "keys-bias", "watch"]
+)
 def test_a_feature_is_weighed_against_the_plain_call(name: str) -> None:
     require("native")
+    if name == "watch":
+        require("models")
     entry = first(overhead, name)
     ours, plain = (entry["times"][n]["median"] for n in (contest.OURS, overhead.PLAIN))
     assert entry["overhead"] == ours / plain - 1

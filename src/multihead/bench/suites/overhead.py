@@ -10,13 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from multihead.bench import whole
 from multihead.bench.case import Case, Entry
 from multihead.bench.contest import OURS, TORCH, Contestant, Field, Setting, judge, measure, ours
 from multihead.bench.suites.row import Row, of_case
 from multihead.bench.timing import alternate
 from multihead.bench.torch_calls import sdpa
 from multihead.bench.verify import expect
-from multihead.errors import BackendError
+from multihead.errors import BackendError, MissingExtraError, ModelError
+from multihead.heads import watch
 from multihead.ops import STATISTICS, ALiBi, attention_with_stats
 from multihead.ops.backends import native
 
@@ -53,7 +55,10 @@ def rows(*, quick: bool) -> list[Row]:
         )
     ]
     case = Case(f"{_AVX2}-build", torch.float32, length, length)
-    return [*found, of_case(case, _avx2)]
+    watched = [
+        Row(f"watch-smollm2-{_name(dtype)}", partial(_watched, dtype, quick)) for dtype in dtypes
+    ]
+    return [*found, of_case(case, _avx2), *watched]
 
 
 def _gathered(asked: dict[str, Any], case: Case, setting: Setting) -> Entry:
@@ -86,15 +91,56 @@ def _option(name: str, case: Case, setting: Setting) -> Entry:
 def _overhead(
     case: Case, setting: Setting, feature: Callable[[], Tensor], plain: Callable[[], Tensor]
 ) -> Entry:
+    return {**case.to_json(), **_timed(setting, feature, plain)}
+
+
+def _timed(setting: Setting, feature: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Entry:
     with torch.inference_mode():
         times = alternate(
             {OURS: feature, PLAIN: plain}, seconds=_MORE_TIME * setting.seconds, least=7
         )
     return {
-        **case.to_json(),
         "times": {name: timing.to_json() for name, timing in times.items()},
         "overhead": times[OURS].median / times[PLAIN].median - 1,
     }
+
+
+def _watched(dtype: torch.dtype, quick: bool, setting: Setting) -> Entry:
+    """A whole model under `watch`, entered and left each time, against the same without."""
+    tokens = 48 if quick else 2048
+    entry: Entry = {
+        "name": f"watch-smollm2-{_name(dtype)}",
+        "kind": f"watched-SmolLM2-prefill-of-{tokens}-tokens",
+        "what": f"SmolLM2-135M under watch, prefill of {tokens} tokens, every statistic",
+        "dtype": _name(dtype),
+    }
+    reason = None if quick else whole.too_slow(dtype, setting.limits)
+    if reason is not None:
+        return {**entry, "not_measurable": reason}
+    try:
+        model: Any = whole.smollm2(dtype, quick=quick)
+        whole.register()
+    except (MissingExtraError, ModelError) as error:
+        return {**entry, "not_measurable": str(error)}
+    model.set_attn_implementation(OURS)
+    ids = whole.text(tokens, quick=quick)
+
+    def plain() -> Tensor:
+        return cast(Tensor, model(ids, logits_to_keep=1, use_cache=True)[0])
+
+    def watched() -> Tensor:
+        with watch(model):
+            return plain()
+
+    entry |= _timed(setting, watched, plain)
+    with torch.inference_mode():
+        if not torch.equal(plain(), watched()):
+            raise BackendError(f"{entry['name']}: watching changed the output.")
+    return entry
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _avx2(case: Case, setting: Setting) -> Entry:
