@@ -275,7 +275,7 @@ def _restriction_section(document: Document) -> str:
     rows = measured(document)
     if not rows:
         return f"{_place(document)} {not_measurable(document)}"
-    place, units = _nearest(document, 50.0)
+    place, units = _nearest(document, 30.0)
     parts = [
         f"{_spread(line, place, '+.3f')} {_BY[line['name']]}" for line in loss_plot.lines(document)
     ]
