@@ -70,10 +70,12 @@ def _check_argmax(
     )
 
 
-def gradients(
+def leaves_and_loss(
     case: Case, dtype: torch.dtype, backend: str, stats: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Gradients of one scalar that weighs the output and `stats` by fixed random numbers."""
+) -> tuple[dict[str, Tensor], Tensor]:
+    """A case's differentiable inputs by name, and one scalar that weighs the output and `stats` by
+    fixed random numbers.
+    """
     query, key, value = (x.detach().clone().requires_grad_() for x in case.tensors(dtype))
     options = case.options(dtype)
     leaves = {"query": query, "key": key, "value": value}
@@ -94,6 +96,14 @@ def gradients(
         weight = torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
         # An empty row's lse and max_logit are -inf whatever the inputs are.
         loss = loss + (tensor.double().masked_fill(tensor.isinf(), 0) * weight).sum()
+    return leaves, loss
+
+
+def gradients(
+    case: Case, dtype: torch.dtype, backend: str, stats: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Gradients of the loss of `leaves_and_loss`; zeros where nothing arrives."""
+    leaves, loss = leaves_and_loss(case, dtype, backend, stats)
     found = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(leaf) if grad is None else grad

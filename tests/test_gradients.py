@@ -55,39 +55,3 @@ def test_gradcheck_of_output_and_statistics() -> None:
         return result.out, result.lse, result.entropy, result.max_logit
 
     assert torch.autograd.gradcheck(call, inputs)
-
-
-def test_reference_has_second_derivatives_and_transforms() -> None:
-    draw = torch.Generator().manual_seed(3)
-    inputs = [
-        torch.randn((1, 2, 3, 2), generator=draw, dtype=torch.float64, requires_grad=True)
-        for _ in range(3)
-    ]
-
-    def call(*tensors: Tensor) -> Tensor:
-        return mh.attention(*tensors, mask=mh.Causal(), backend="reference")
-
-    assert torch.autograd.gradgradcheck(call, inputs)
-    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
-    together = torch.stack([x.detach() for x in inputs])
-    mapped = torch.func.vmap(call)(together, together.flip(0), together)
-    for i in range(3):
-        alone = call(together[i], together.flip(0)[i], together[i])
-        torch.testing.assert_close(mapped[i], alone, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", ["auto", "chunked"])
-def test_what_is_missing_raises_and_names_the_way_out(backend: str) -> None:
-    query = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-
-    def loss(query: Tensor) -> Tensor:
-        return mh.attention(query, query, query, backend=backend).square().sum()
-
-    with pytest.raises(mh.BackendError, match='backend="reference"'):
-        torch.autograd.grad(loss(query), query, create_graph=True)
-    with pytest.raises(mh.BackendError, match='backend="reference"'):
-        torch.func.jvp(loss, (query.detach(),), (torch.ones_like(query),))
-    with pytest.raises(mh.BackendError, match='backend="reference"'):
-        torch.func.grad(loss)(query.detach())
-    with pytest.raises(mh.BackendError, match='backend="reference"'):
-        torch.func.vmap(loss)(query.detach()[None])

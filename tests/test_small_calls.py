@@ -254,23 +254,27 @@ def test_gradients_are_recorded_of_a_known_form() -> None:
         assert torch.equal(mh.attention(parameter, key, value, mask=mh.Causal()), expected)
 
 
-def test_transforms_are_refused_of_a_known_form() -> None:
+def test_transforms_reach_into_a_call_of_a_known_form() -> None:
     query, key, value = tensors()
-    mh.attention(query, key, value)
+    plain = mh.attention(query, key, value)
     mh.attention(query[0][None], key[0][None], value[0][None])
 
     def call(x: Tensor) -> Tensor:
         return mh.attention(x, key, value)
 
-    with pytest.raises(mh.BackendError, match="transforms"):
-        torch.func.vmap(lambda x: mh.attention(x[None], key[:1], value[:1]))(query)
-    with pytest.raises(mh.BackendError, match="transforms"):
-        torch.func.jvp(call, (query,), (query,))
-    with forward_ad.dual_level(), pytest.raises(mh.BackendError, match="Forward-mode"):
-        call(query)
+    mapped = torch.func.vmap(lambda x: mh.attention(x[None], key[:1], value[:1]))(query)
+    torch.testing.assert_close(mapped[0], plain[:1])
+    out, tangent = torch.func.jvp(call, (query,), (query,))
+    expected = torch.func.jvp(
+        lambda x: mh.attention(x, key, value, backend="reference"), (query,), (query,)
+    )
+    torch.testing.assert_close((out, tangent), expected)
+    with forward_ad.dual_level():
+        dual = call(forward_ad.make_dual(query, query))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
     # A transform around the call is one even where it does not touch the call's tensors.
-    with pytest.raises(mh.BackendError, match="transforms"):
-        torch.func.vmap(lambda x: x + call(query).sum())(torch.zeros(2))
+    summed = torch.func.vmap(lambda x: x + call(query).sum())(torch.zeros(2))
+    torch.testing.assert_close(summed, plain.sum().expand(2))
 
 
 def test_what_intercepts_operators_sees_a_call_of_a_known_form() -> None:

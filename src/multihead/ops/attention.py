@@ -75,6 +75,9 @@ def attention(
     exist: NaN there reaches nothing. A query that sees nothing gives zeros and zero gradients.
     Softmax and sums are computed in float32 (float64 for float64).
 
+    Gradients are O(N) memory too; second derivatives, forward mode and torch.func's transforms are
+    right, in O(Lq Lk) memory.
+
     Raises:
         ArgumentError, DtypeError, DeviceError, MaskError: before any work.
         BackendError: no backend, or not the named one, can serve the call.

@@ -62,9 +62,13 @@ def choose(problem: Problem, name: str = "auto") -> Backend:
 
 
 def order(name: str) -> tuple[Backend, ...]:
-    """The backends that `name` stands for, in the order in which they are asked."""
+    """The backends that `name` stands for, in the order in which they are asked.
+
+    Forward mode and torch.func need operations that they can go through, which are those of the
+    definition: under them, and only there, "auto" means it.
+    """
     if name == "auto":
-        return _AUTOMATIC
+        return (*_AUTOMATIC, reference) if transformed() else _AUTOMATIC
     named = tuple(backend for backend in BACKENDS if name == backend.NAME)
     if not named:
         names = ", ".join(["auto", *(backend.NAME for backend in BACKENDS)])
@@ -78,8 +82,8 @@ def reasons(backend: Backend, problem: Problem) -> list[str]:
     if backend is not reference and transformed():
         own = [
             *own,
-            "Forward-mode derivatives and torch.func transforms are not implemented yet; "
-            'backend="reference" has them, in O(Lq Lk) memory.',
+            "Forward-mode derivatives and torch.func transforms don't reach into it; "
+            'backend="reference" has them, in O(Lq Lk) memory, and "auto" takes it for them.',
         ]
     return own
 

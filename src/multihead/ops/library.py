@@ -3,14 +3,15 @@
 `multihead::attend` and `multihead::attend_backward` exist for torch.compile, torch.export and
 fake tensors; an eager call goes straight to a backend. Derivatives are not registered with the
 operator, since `torch.func` would silently get zeros from it (pytorch#168393), but live in an
-autograd.Function.
+autograd.Function. Second derivatives, batched gradients, forward mode and `torch.func` go through
+the definition.
 
 A call travels as flat arguments, in the order of `_SCHEMA`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..errors import BackendError
 from ..masks import MaskParts
 from . import dispatch
-from .backends import chunked
+from .backends import chunked, reference
 from .dropout import Dropout
 from .problem import DIFFERENTIABLE, STATISTICS, ALiBi, Problem
 from .scores import full_precision
@@ -52,9 +53,9 @@ def run(problem: Problem, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and statistics of a described call, recorded for autograd where it asks for it."""
     if torch._C._get_tracing_state() is not None:
         raise BackendError("torch.jit.trace can't record attention; torch.export and compile can.")
-    through_operator = _needs_operator(problem.differentiated)
-    if backend == "reference":
+    if backend == reference.NAME or dispatch.transformed():
         return _computed(problem, backend)
+    through_operator = _needs_operator(problem.differentiated)
     if problem.needs_grad:
         arguments = _flatten(problem, backend)
         results = _Attend.apply(  # type: ignore[no-untyped-call]
@@ -258,17 +259,16 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise BackendError(
-                "Second derivatives of attention are not implemented yet in this backend; "
-                'backend="reference" has them, in O(Lq Lk) memory.'
-            )
         remaining = iter(ctx.saved_tensors)
         arguments = [
             next(remaining) if is_tensor else other
             for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
         named = dict(zip(_NAMES, grads, strict=True))
+        if not torch.compiler.is_compiling() and (
+            torch.is_grad_enabled() or dispatch.transformed() or _batched(grads)
+        ):
+            return (*_recorded_backward(named, arguments), *(None for _ in arguments[6:]))
         given = [named[name] for name in ("out", *DIFFERENTIABLE)]
         through_operator = _needs_operator(arguments[:6])
         call = torch.ops.multihead.attend_backward if through_operator else _attend_backward
@@ -278,3 +278,38 @@ class _Attend(torch.autograd.Function):
             for result, tensor in zip(results, arguments[:6], strict=True)
         ]
         return (*per_input, *(None for _ in arguments[6:]))
+
+
+def _batched(grads: Sequence[Tensor | None]) -> bool:
+    """Whether these are many gradients at once, as `is_grads_batched` makes them."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(grad is not None and is_batched(grad) for grad in grads)
+
+
+def _recorded_backward(
+    grads: Mapping[str, Tensor | None], arguments: Sequence[Any]
+) -> list[Tensor | None]:
+    """The first derivative by operations that autograd records for a second one, and that batches
+    of gradients go through: those of the definition, O(Lq Lk) memory.
+
+    On views of the inputs: an input that is made of another one, or that comes twice, must not be
+    charged with the other's share.
+    """
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in arguments[:6]]
+        problem, _ = _unflatten([*inputs, *arguments[6:]])
+        out, stats = reference.forward(problem)
+    results = {"out": out, **stats}
+    given = {name: grad for name, grad in grads.items() if grad is not None}
+    wanted = [it for it in inputs if it is not None and it.requires_grad]
+    found = iter(
+        torch.autograd.grad(
+            [results[name] for name in given],
+            wanted,
+            list(given.values()),
+            create_graph=recorded,
+            allow_unused=True,
+        )
+    )
+    return [next(found) if it is not None and it.requires_grad else None for it in inputs]

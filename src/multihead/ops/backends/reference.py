@@ -1,7 +1,7 @@
 """The definition: dense, one page, any dtype and device, O(Lq Lk) memory.
 
 Every other backend is held against this one in float64. It is plain differentiable torch, so
-second derivatives, forward mode and vmap work too. It is used only by name.
+second derivatives, forward mode and vmap go through it; else it is used only by name.
 """
 
 from __future__ import annotations
