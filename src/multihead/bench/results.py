@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multihead.errors import InputError
+from multihead.files import write_whole
 
 FOLDER = Path("benchmarks/results")
 
@@ -42,9 +42,13 @@ def check_folder(folder: Path = FOLDER) -> None:
 
 
 def file_name(document: Mapping[str, Any]) -> str:
-    """Of suite, processor and threads: the next measurement of the same takes its place."""
+    """Of suite, processor, its class and threads: what is measured next on the same replaces it.
+
+    The class tells apart what a virtual machine shows under one name.
+    """
     machine = document["machine"]
-    return f"{document['suite']}-{_slug(machine['processor'])}-{machine['threads']}t.json"
+    what = (document["suite"], machine["processor"], machine["class"].removeprefix("x86-64 with "))
+    return f"{'-'.join(map(_slug, what))}-{machine['threads']}t.json"
 
 
 def save(document: Document, folder: Path = FOLDER) -> Path:
@@ -53,22 +57,9 @@ def save(document: Document, folder: Path = FOLDER) -> Path:
 
 
 def write(document: Document, path: Path) -> Path:
-    """Write the document to `path`, whose folder exists.
-
-    The file appears whole or not at all: it is written beside its place, then moved there.
-    """
+    """Write the document to `path`, whose folder exists, whole or not at all."""
     text = json.dumps(document, allow_nan=False, ensure_ascii=False, indent=1) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp keeps it from everybody else
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, text.encode())
     return path
 
 

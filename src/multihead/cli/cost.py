@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multihead import cost
-from multihead.cli.cost_files import check_file, flattened, write_csv
+from multihead.cli.cost_files import flattened, write_csv
 from multihead.cli.cost_model import PlainSizes, read_model
 from multihead.cli.cost_views import (
     Column,
@@ -22,6 +22,7 @@ from multihead.cli.cost_views import (
 from multihead.cli.output import print_json, print_note, stdout_console
 from multihead.cli.sizes import parse_bytes, parse_count
 from multihead.errors import ArgumentError, InputError
+from multihead.files import check_writable
 
 _DEFAULT_CONTEXT = 2048
 
@@ -59,7 +60,7 @@ def run(model: str | None, sizes: PlainSizes, options: Options) -> None:
     _check_views(options)
     for option, path in (("--csv", options.csv), ("--plot", options.plot)):
         if path is not None:
-            check_file(path, option)
+            check_writable(path, option, f"cost.{'csv' if option == '--csv' else 'svg'}")
     described = read_model(model, sizes)
     try:
         _answer(described, _setting(described, options), options)
@@ -87,6 +88,14 @@ def _setting(model: cost.Model, options: Options) -> cost.Setting:
     context = model.trained_context or _DEFAULT_CONTEXT
     if options.context is not None:
         context = parse_count(options.context, "--context")
+    if model.positions and model.trained_context and context > model.trained_context:
+        raise InputError(
+            f"--context {context}: the model has a table of {model.trained_context} positions, and "
+            "cannot read more tokens than that."
+        )
+    cache = parse_cache(options.cache)
+    if not (model.causal or cache == "growing"):
+        raise InputError(f"--cache {cache}: the model is an encoder, which keeps no cache.")
     dtype = parse_dtype(options.dtype)
     device = _device(options, dtype)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
@@ -96,7 +105,7 @@ def _setting(model: cost.Model, options: Options) -> cost.Setting:
         context=context,
         batch=parse_count(options.batch, "--batch"),
         dtype=dtype,
-        cache=parse_cache(options.cache),
+        cache=cache,
         device=device,
         memory=memory,
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from multihead import cost
-from multihead.cli.cost_files import write_whole
 from multihead.cli.cost_views import Column, Sweep, swept
 from multihead.errors import InputError, MissingExtraError
+from multihead.files import write_whole
 
 _FORMATS = (".png", ".svg", ".pdf")
 # Okabe and Ito's colors, which stay apart for color-blind eyes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from multihead.cli.output import print_json, print_note, stdout_console
 from multihead.cli.progress import progress
 from multihead.cli.statistics import DEFAULT, StatisticName
 from multihead.errors import InputError
+from multihead.files import check_writable
 
 if TYPE_CHECKING:
     from multihead.heads import Roles
@@ -68,7 +68,7 @@ def run(
         return
     place = None if head is None else parse_head(head)
     if report is not None:
-        check_writable(report)
+        check_writable(report, "--report", "heads.html")
     inspection, found = _inspect(
         model,
         text=text if prompt is None else prompt,
@@ -177,14 +177,3 @@ def check_head(place: tuple[int, int], config: Any) -> None:
             f"There is no head L{layer}H{head}: the model has layers L0 to L{layers - 1}, each "
             f"with heads H0 to H{heads - 1}."
         )
-
-
-def check_writable(file: Path, option: str = "--report", example: str = "heads.html") -> None:
-    """Raise InputError where the file cannot be written, before any work."""
-    folder = file.parent
-    if file.is_dir():
-        raise InputError(f"{option} {file} is a folder. Name a file, such as {example}.")
-    if not folder.is_dir():
-        raise InputError(f"{option} {file}: there is no folder {folder}.")
-    if not os.access(folder, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
-        raise InputError(f"{option} {file}: no permission to write there.")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from multihead.errors import InputError
+from multihead.files import write_whole
 from multihead.ops.pooling import bin_edges
 from multihead.report.pack import pack_linear, pack_log, pack_raw, without_sinks
 
@@ -62,18 +63,7 @@ def render(inspection: Inspection, path: str | os.PathLike[str]) -> Path:
     Raises InputError where the file cannot be written, or where the inspection has no maps.
     """
     target = Path(path)
-    text = page(inspection)
-    if target.is_dir():
-        raise InputError(f"The report cannot be written to {target}: it is a folder, name a file.")
-    if not target.parent.is_dir():
-        raise InputError(
-            f"The report cannot be written to {target}: the folder {target.parent} does not exist."
-        )
-    try:
-        _replace(target, text.encode("utf-8", errors="replace"))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InputError(f"The report cannot be written to {target}: {reason}.") from error
+    write_whole(target, page(inspection).encode("utf-8", errors="replace"), "The report")
     return target
 
 
@@ -203,13 +193,3 @@ def _asset(name: str) -> str:
 def _hash(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode()
     return f"sha256-{digest}"
-
-
-def _replace(target: Path, data: bytes) -> None:
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
+from ...files import write_whole
 from ...integrations.extras import import_extra
 from .histogram import BINS, BINS_OF
 from .statistics import STATISTICS
@@ -94,19 +93,7 @@ def write_tensors(path: Path, arrays: dict[str, Any], facts: dict[str, dict[str,
     """Arrays and JSON values as a safetensors file, whole or not at all."""
     safetensors = import_extra("safetensors.numpy")
     metadata = {key: json.dumps(value) for key, value in facts.items()}
-    content = safetensors.save(arrays, metadata=metadata)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):  # it is there after a failure alone, also a KeyboardInterrupt
-            part.unlink()
+    write_whole(path, safetensors.save(arrays, metadata=metadata))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
