@@ -440,6 +440,7 @@ def test_a_device_is_written_to_and_a_link_stays(
         ((*PLAIN, "--csv", "."), "folder"),
         ((*PLAIN, "--plot", "cost.gif"), ".png"),
         ((*PLAIN, "--cache", "lru"), "lru"),
+        ((*PLAIN, "--encoder", "--cache", "int8"), "an encoder, which keeps no cache"),
     ],
 )
 def test_bad_usage_is_one_sentence(
@@ -463,6 +464,25 @@ def test_configs_that_cannot_be_counted(
     path = tmp_path / "config.json"
     path.write_text(content)
     assert named in refusal(capsys, str(path), status=1)
+
+
+def test_a_table_of_positions_bounds_the_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"n_embd": 12, "n_head": 3, "n_layer": 2, "n_positions": 64, "vocab_size": 99}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    assert "a table of 64 positions" in refusal(capsys, str(path), "--context", "65")
+    run(capsys, str(path), "--context", "64")
+
+
+def test_heads_that_do_not_divide_the_width(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 100, "num_attention_heads": 3, "num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **sizes}))
+    assert "3 heads do not divide" in refusal(capsys, str(path), status=1)
 
 
 def test_models_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

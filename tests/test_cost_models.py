@@ -161,7 +161,7 @@ def test_windows_by_layer() -> None:
         ({"model_type": "absent"}, "model_type"),
         ({"model_type": "gemma3", "text_config": {}}, "text_config"),
         ({"intermediate_size": "absent"}, "intermediate_size"),
-        ({"num_attention_heads": 10}, "kv_heads"),
+        ({"num_attention_heads": 16}, "kv_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"hidden_size": 5.5}, "hidden_size"),
         ({"model_type": ["llama"]}, "known are bart"),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from multihead.cost.families.fields import FULL, SLIDING, Fields
 from multihead.cost.model import AnyFeedForward, Experts, FeedForward, Layer, Model
 from multihead.cost.parts import Attention, Norm, norm_parameters
+from multihead.errors import ArgumentError
 
 QKNorm = Literal["none", "head", "width"]
 
@@ -237,6 +238,10 @@ def _layer(fields: Fields, family: Family, index: int, kind: str) -> Layer:
 
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size_or("num_key_value_heads", heads)
+    if fields.get("head_dim") is None and width % heads:
+        raise ArgumentError(
+            f"The config has no head_dim, and its {heads} heads do not divide its width of {width}."
+        )
     head_dim = fields.size_or("head_dim", width // heads)
     qkv_bias = says(family.qkv_bias)
     attention = Attention(
