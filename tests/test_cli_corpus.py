@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,57 @@ def test_json_is_pure_and_that_of_the_record(capsys: pytest.CaptureFixture[str])
     assert not document["one_text"]
 
 
+def test_what_was_kept_is_shown_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect("--text", LINES, "--out", "kept", "--head", "L1H3") == 0
+    first = capsys.readouterr().out
+    Path(LINES).unlink()
+    assert main(["inspect", "kept", "--head", "L1H3"]) == 0
+    assert capsys.readouterr().out == first.removesuffix("Corpus record: kept\n")
+    assert main(["inspect", "kept", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["sha256"] == CorpusRecord.load("kept").facts.sha256
+
+
+def test_what_was_kept_is_set_beside_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect("--text", LINES, "--out", "one.safetensors") == 0
+    write_lines(Path(LINES), TEXTS[:2])
+    assert inspect("--text", LINES, "--out", "two.safetensors") == 0
+    capsys.readouterr()
+    one, two = (CorpusRecord.load(f"{name}.safetensors").heads for name in ("one", "two"))
+    assert main(["inspect", "one.safetensors", "--compare", "two.safetensors"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{one.tokens:,} tokens of 3 texts" in shown
+    assert f"{two.tokens:,} tokens of one text" in shown
+    assert main(["inspect", "one.safetensors", "--compare", "two.safetensors", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["differences"]) == len(one.compare(two))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kept", "--text", LINES], "--text is for reading"),
+        (["kept", "--dtype", "bfloat16"], "--dtype is for reading"),
+        (["kept", "--roles"], "--roles is for reading"),
+        (["kept", "--out", "again"], "--out is for reading"),
+        (["kept", "--head", "L9H0"], "no head L9H0 in tiny model: it has 2 layers of 6 heads"),
+        (["kept", "--compare", "smollm2"], "a record is compared with another one"),
+        (["kept", "--compare", "kept", "--head", "L1H3"], "--compare has two"),
+        (["absent.safetensors"], "no file absent.safetensors"),
+        ([LINES], "cannot be read|is no "),
+    ],
+)
+def test_what_a_record_cannot_answer(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect("--text", LINES, "--out", "kept") == 0
+    capsys.readouterr()
+    assert main(["inspect", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert re.search(message, " ".join(captured.err.split())), captured.err
+    assert captured.out == ""
+
+
 def test_a_folder_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text(TEXTS[0])
@@ -176,7 +228,7 @@ def named_by_line(record: CorpusRecord) -> list[Link]:
         (["--text", LINES, "--head", "7"], "is no head"),
         (["--text", LINES, "--head", "L2H0"], "no head L2H0"),
         (["--text", LINES, "--out", "empty"], "is a folder"),
-        (["--text", LINES, "--out", "absent/kept"], "no folder absent"),
+        (["--text", LINES, "--out", "absent/kept"], "absent/kept: there is no folder"),
         (["--text", LINES, "--out", LINES], "is there already"),
     ],
 )

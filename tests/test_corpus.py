@@ -225,6 +225,12 @@ def test_one_document_is_one_text():
     assert "one text" in repr(record)
 
 
+def test_counts_may_be_those_of_numpy():
+    counted = read(tokens=np.int64(90), context=np.int32(CONTEXT))
+    assert equal(counted, read(tokens=90))
+    counted.to_json()
+
+
 def test_tokens_bound_the_reading():
     record = read(tokens=100)
     assert record.tokens == 100
@@ -386,6 +392,7 @@ def _raise_at_call(number):
         ({"texts": TEXTS[:1]}, "a corpus that goes on"),
         ({"model": tiny.language_model(seed=12)}, "another model"),
         ({"model": tiny.language_model(dtype=torch.float64)}, "another model"),
+        ({"model": tiny.language_model(window=5)}, "another model"),
         ({"context": 24}, "context 23, not 24"),
         ({"tokens": 9_000}, "tokens 10000, not 9000"),
         ({"seed": 1}, "seed 0, not 1"),
@@ -417,6 +424,9 @@ def test_an_unfinished_reading_is_no_record(tmp_path):
         ({"texts": [""]}, InputError, "no text"),
         ({"texts": []}, InputError, "no text"),
         ({"tokens": 1}, ArgumentError, "2 or more"),
+        ({"tokens": 1e6}, ArgumentError, "tokens must be an integer"),
+        ({"context": 23.0}, ArgumentError, "context must be an integer"),
+        ({"context": True}, ArgumentError, "context must be an integer"),
         ({"context": 1}, ArgumentError, "two tokens of text"),
         ({"model": tiny.language_model("learned"), "context": 62}, ArgumentError, "61 positions"),
         ({"statistics": "entropie"}, ArgumentError, "Unknown statistic"),

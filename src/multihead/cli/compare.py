@@ -46,7 +46,14 @@ def run(
                     begun=place / 2,
                 )
             )
-    here, there = records
+    print_records(*records, as_json=as_json)
+
+
+def print_records(here: HeadRecord, there: HeadRecord, *, as_json: bool) -> None:
+    """Print what differs between the heads of two records.
+
+    Raises InputError where their heads cannot be set side by side.
+    """
     comparison = here.compare(there)
     if as_json:
         print_json(

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multihead.cli.inspect import check_head, check_writable, parse_head
+from multihead.cli.inspect import check_head, parse_head
 from multihead.cli.numbers import short_count
 from multihead.cli.output import print_json, print_note, stdout_console
 from multihead.cli.progress import progress
 from multihead.cli.sizes import duration, parse_count
 from multihead.cli.statistics import StatisticName
 from multihead.errors import InputError
+from multihead.files import check_writable
 
 if TYPE_CHECKING:
     from multihead.heads import CorpusRecord
@@ -36,11 +37,19 @@ class Options:
     @property
     def is_corpus(self) -> bool:
         """Whether a corpus is meant rather than one text."""
-        given = (self.tokens, self.context, self.field, self.out)
-        if any(it is not None for it in given):
+        if any(self.given().values()):
             return True
         text = self.text
         return text is not None and (text.suffix.lower() in _LINES or text.is_dir())
+
+    def given(self) -> dict[str, bool]:
+        """Of each option that is of a corpus alone, whether it was given."""
+        return {
+            "--tokens": self.tokens is not None,
+            "--context": self.context is not None,
+            "--field": self.field is not None,
+            "--out": self.out is not None,
+        }
 
 
 def check_options(options: Options, not_of_a_corpus: dict[str, bool]) -> None:

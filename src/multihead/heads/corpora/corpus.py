@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import operator
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -106,11 +109,11 @@ def read_corpus(
 
 
 def model_hash(model: nn.Module) -> str:
-    """SHA-256 of the names, shapes and dtypes of a model's tensors, and of some values of each.
+    """SHA-256 of a model's config and of the names, shapes, dtypes and some values of its tensors.
 
-    At most some 4096 values, spread over the tensor: training changes all of them.
+    At most some 4096 values of each, spread over it: training changes all of them.
     """
-    found = hashlib.sha256()
+    found = hashlib.sha256(_config(model).encode())
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
             continue
@@ -119,6 +122,29 @@ def model_hash(model: nn.Module) -> str:
         some = flat[:: max(1, len(flat) // _HASHED)].cpu().contiguous()
         found.update(some.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def _config(model: nn.Module) -> str:
+    """What a model computes with its weights, as text; not where they came from."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(config))  # of functions among its options
+    fields = {
+        key: value
+        for key, value in config.to_dict().items()
+        if not (key.startswith("_") or key in ("transformers_version", "architectures"))
+    }
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _count(name: str, given: Any, least: int) -> int:
+    try:
+        count = operator.index(given)
+    except TypeError:
+        count = 0
+    if count < least or isinstance(given, bool):
+        raise ArgumentError(f"{name} must be an integer of {least} or more; got {given!r}.")
+    return count
 
 
 class _Reading:
@@ -134,10 +160,10 @@ class _Reading:
         seed: int,
         name: str | None,
     ) -> None:
-        if not isinstance(tokens, int) or tokens < 2:
-            raise ArgumentError(f"tokens must be an integer of 2 or more; got {tokens!r}.")
+        tokens = _count("tokens", tokens, least=2)
         if context is None:
             context = min(CONTEXT, position_count(model) or CONTEXT)
+        context = _count("context", context, least=1)
         check_positions(model, context, "Pass a smaller context.")
         self.tokens = 0
         self._model = model

@@ -59,8 +59,8 @@ class CorpusFacts:
         text_bytes: UTF-8 bytes of the text that was read, the last piece to its end.
         sha256: the hash of the corpus, in the order in which it was read: where its documents
             begin, the bytes of their text, and the tokens of every window.
-        model_sha256: the hash of the model: names, shapes and dtypes of its tensors, and of each
-            at most some 4096 values spread over it.
+        model_sha256: the hash of the model: its config, names, shapes and dtypes of its tensors,
+            and of each at most some 4096 values spread over it.
         context: the longest window, special tokens included.
         special: how many special tokens stand before and after the text's own in every window.
         seed: of the sample of queries.
