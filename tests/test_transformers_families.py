@@ -107,6 +107,32 @@ def test_decoding_continues_prefill(models, family, padding, kind):
     assert_close(actual, expected, baseline)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_compiled_decoding_from_a_static_cache(models, family, padding):
+    from transformers import StaticCache
+
+    torch._dynamo.reset()
+    inputs, real = _inputs(padding)
+    ours, *_ = models(family)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    steps = (1,) * 5
+    compiled, eager = (
+        _decode(it, StaticCache(config=ours.config, max_cache_len=23), inputs, steps)
+        for it in (torch.compile(ours, backend=keep), ours)
+    )
+    assert torch.equal(compiled[0][real], eager[0][real])
+    for one, other in zip(compiled[1:], eager[1:], strict=True):
+        assert torch.equal(one, other)
+    assert 0 < len(graphs) < len(steps), "a graph for every step is none"
+
+
 STATIC = {"cache_implementation": "static"}  # which transformers offers for decoders
 
 
