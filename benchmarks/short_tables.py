@@ -90,6 +90,12 @@ def inspect_block(documents: Sequence[Document]) -> str:
     return "\n".join(map(_inspect_section, found)) if found else NOTHING
 
 
+def corpus_block(documents: Sequence[Document]) -> str:
+    """A line for each machine: time and memory of every head over a corpus, at two sizes."""
+    found = of_suite(documents, "corpus")
+    return "\n".join(map(_corpus_line, found)) if found else NOTHING
+
+
 def removal_block(documents: Sequence[Document]) -> str:
     """For each machine a picture of the loss against heads removed, and what it shows."""
     found = of_suite(documents, "removal")
@@ -119,6 +125,7 @@ BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {
     "memory": memory_block,
     "cost": cost_block,
     "inspect": inspect_block,
+    "corpus": corpus_block,
 }
 
 
@@ -313,19 +320,36 @@ def _spread(line: dict[str, Any], place: int, form: str) -> str:
 
 
 def _inspect_section(document: Document) -> str:
-    first = document["rows"][0]
+    first: dict[int, dict[str, Any]] = {}
+    for row in document["rows"]:
+        first.setdefault(row["tokens"], row)
     rows = [
         (
             row["what"] + (f" of {row['page_bytes'] / 1e6:.1f} MB" if "page_bytes" in row else ""),
             f"{row['seconds']:.1f} s",
             f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
-            f"{row['seconds'] / first['seconds']:.1f}x",
+            f"{row['seconds'] / first[row['tokens']]['seconds']:.1f}x",
         )
         for row in document["rows"]
     ]
     return (
         f"{_place(document)}\n\n"
         f"{table(('fresh process', 'time', 'peak memory', 'time against ours'), rows)}"
+    )
+
+
+def _corpus_line(document: Document) -> str:
+    *_, row = rows = document["rows"]
+    sizes = " and ".join(
+        f"{it['tokens']:,} tokens in {it['seconds'] / 60:.1f} minutes and "
+        f"{it['peak_rss_bytes'] / 1e9:.2f} GB"
+        for it in rows
+    )
+    return (
+        f"{_place(document)} `multihead inspect --text` over the modules of Python's library, "
+        f"{row['context']} tokens at once, bfloat16: {sizes} at the peak, every statistic with its "
+        f"histogram and the strongest links of each head kept in {row['record_bytes'] / 1e6:.1f} "
+        "MB.\n"
     )
 
 
@@ -365,7 +389,8 @@ def _elsewhere(documents: Sequence[Document]) -> str:
 
 
 def _machine(document: Document) -> str:
-    return f"{document['machine']['processor']} {document['machine']['threads']}"
+    machine = document["machine"]
+    return f"{machine['processor']} {machine['class']} {machine['threads']}"
 
 
 def _not_measured(documents: Sequence[Document]) -> str:

@@ -219,27 +219,18 @@ def test_a_suite_that_fails_does_not_hide_the_others(
 
 
 def document(**fields: object) -> results.Document:
-    machine = {"processor": "A Processor (R) 9", "threads": 2}
+    machine = {"processor": "A Processor (R) 9", "class": "x86-64 with AVX-512", "threads": 2}
     return {"suite": "prefill", "machine": machine, "rows": [], **fields}
 
 
 def test_a_result_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
     path = results.save(document(), tmp_path)
-    assert path.name == "prefill-a-processor-r-9-2t.json"
+    assert path.name == "prefill-a-processor-r-9-avx-512-2t.json"
     before = path.read_text()
     with pytest.raises(ValueError, match="not JSON compliant"):
         results.save(document(rows=[float("nan")]), tmp_path)
-    with pytest.raises(OSError, match="moved"):
-        results.save(document(rows=[1]), Unmovable(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == before
-
-
-class Unmovable(type(Path())):  # type: ignore[misc]
-    """A folder into which nothing can be moved in the end."""
-
-    def __truediv__(self, name: str) -> Path:
-        raise OSError("cannot be moved")
 
 
 def test_what_cannot_be_kept_is_refused_before_measuring(
@@ -319,3 +310,49 @@ def test_the_dense_rival_computes_the_same_attention() -> None:
         assert entropy == pytest.approx(ours.entropy[0, head].mean().item(), rel=1e-5)
         assert largest == pytest.approx(ours.max_weight[0, head].mean().item(), rel=1e-5)
         assert key_index == ours.argmax[0, head].double().mean().item()
+
+
+def test_kept_matrices_are_read_like_those_formed_one_at_a_time() -> None:
+    from multihead.bench.rivals import read_kept, read_matrix
+
+    layers = [torch.randn(1, 3, 5, 5).softmax(-1) for _ in range(2)]
+    found = read_kept(layers)
+    assert len(found) == 6
+    assert found[4] == read_matrix(layers[1][:, 1])
+    largest, key = layers[1][0, 1].max(-1)
+    assert found[4][1:] == pytest.approx((largest.mean().item(), key.double().mean().item()))
+
+
+def test_the_eager_path_reads_what_fits_and_ours_the_same_beside_it() -> None:
+    from multihead.bench.suites.inspection import contestants, most_kept
+
+    assert [most_kept(8192, gib * 2**30) for gib in (6, 24, 512)] == [1024, 2048, 8192]
+    programs = contestants(8192, 24 * 2**30)
+    assert [it.tokens for it in programs][-2:] == [2048, 2048]
+    assert [it.name for it in programs][-2:] == ["multihead-again", "eager"]
+    assert len({it.name for it in programs}) == len(programs)
+    assert len(contestants(8192, 512 * 2**30)) == len(programs) - 1
+
+
+def test_a_corpus_is_measured_at_two_sizes(tmp_path: Path) -> None:
+    from multihead.bench.suites import corpus
+
+    path = tmp_path / "library.jsonl"
+    corpus.write_library(path)
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert any("class JSONDecoder" in text for text in texts)
+    assert sum(map(len, texts)) > 4 * max(corpus.TOKENS), "a token has four letters at most here"
+    assert [row.name for row in corpus.rows(quick=False)] == ["corpus-131072", "corpus-1048576"]
+
+
+@pytest.mark.slow
+def test_a_corpus_is_read_by_the_command() -> None:
+    require("models")
+    from multihead.bench.suites import corpus
+
+    entry = corpus.measure(300, SETTING)
+    assert entry["tokens"] == 300
+    assert entry["documents"] >= 1
+    assert entry["context"] == 1024
+    assert entry["record_bytes"] > 0
+    assert entry["peak_rss_bytes"] > 1e8

@@ -36,7 +36,7 @@ def test_every_block_has_its_place(path: Path) -> None:
 
 
 def test_every_suite_has_a_block() -> None:
-    assert {*long_tables.BLOCKS, "inspect"} == set(SUITES)
+    assert {*long_tables.BLOCKS, "inspect", "corpus"} == set(SUITES)
 
 
 @pytest.mark.parametrize("blocks", figures.BLOCKS.values())
@@ -343,10 +343,10 @@ def test_a_drawing_is_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "a").mkdir()
     said = plot.draw(plotted(), tmp_path)
-    assert said == "Plot: prefill-a-processor-2t.svg"
-    first = (tmp_path / "prefill-a-processor-2t.svg").read_bytes()
+    assert said == "Plot: prefill-a-processor-avx2-2t.svg"
+    first = (tmp_path / "prefill-a-processor-avx2-2t.svg").read_bytes()
     plot.draw(plotted(), tmp_path / "a")
-    assert (tmp_path / "a" / "prefill-a-processor-2t.svg").read_bytes() == first
+    assert (tmp_path / "a" / "prefill-a-processor-avx2-2t.svg").read_bytes() == first
     text = first.decode()
     for part in (plot.digest(plotted()), "FMA 428 GF/s", "multihead", "torch", "zentorch"):
         assert part in text

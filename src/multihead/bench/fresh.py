@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from multihead.errors import MultiheadError
 
@@ -57,3 +59,15 @@ def run_fresh(arguments: Sequence[str], *, threads: int) -> Usage:
             f"{done.stderr.strip()[-500:]}"
         )
     return Usage(seconds, maxrss * _MAXRSS_UNIT)
+
+
+def summary(usages: Sequence[Usage]) -> dict[str, Any]:
+    """The median time of several runs with its range, and the largest peak."""
+    seconds = [usage.seconds for usage in usages]
+    return {
+        "seconds": statistics.median(seconds),
+        "low": min(seconds),
+        "high": max(seconds),
+        "n": len(seconds),
+        "peak_rss_bytes": max(usage.peak_rss_bytes for usage in usages),
+    }

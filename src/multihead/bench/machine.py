@@ -25,6 +25,7 @@ CLASSES = {
 }
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_RUN = (":/src", ":/csrc", ":/examples", ":/benchmarks", ":(top,exclude)benchmarks/results")
 
 
 def describe(threads: int) -> dict[str, Any]:
@@ -72,12 +73,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with `+` behind it if files differ; None if this is not a checkout."""
+    """The checkout's commit, with `+` behind it if what runs differs; None outside a checkout.
+
+    Results and documents don't count: recording one suite must not mark the next.
+    """
     try:
         if Path(_git("rev-parse", "--show-toplevel")) / "src" / "multihead" != _PACKAGE:
             return None
         name = _git("rev-parse", "--short=12", "HEAD")
-        return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *_RUN)
+        return name + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -1,11 +1,13 @@
-"""What the inspection is compared with: `python -m multihead.bench.rivals sdpa|dense|maps TOKENS`.
+"""What the inspection is compared with: `python -m multihead.bench.rivals NAME TOKENS`.
 
-All run the model that `multihead inspect` looks at on the same tokens, in float32.
+`sdpa` computes no statistics, `dense` and `eager` three of dense matrices, `maps` ours. All run the
+model that `multihead inspect` looks at on the same tokens, in float32.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,18 @@ from multihead.ops import STATISTICS, attention_with_stats
 _BINS = 64
 
 DENSE, MAPS = "one_head_at_a_time", "statistics_and_maps"
+
+
+def read_matrix(weights_qk: Tensor) -> tuple[float, float, float]:
+    """Entropy, largest weight and its key, means over the queries of one head."""
+    largest_q, key_q = weights_qk.max(dim=-1)
+    entropy_q = torch.special.entr(weights_qk).sum(dim=-1)
+    return entropy_q.mean().item(), largest_q.mean().item(), key_q.double().mean().item()
+
+
+def read_kept(layers: Iterable[Tensor]) -> list[tuple[float, float, float]]:
+    """`read_matrix` of every head of matrices [1, H, N, N], as `output_attentions` keeps them."""
+    return [read_matrix(weights_qk) for weights_bhqk in layers for weights_qk in weights_bhqk[0]]
 
 
 @dataclass
@@ -60,11 +74,7 @@ class Dense:
         scores_bqk.masked_fill_(self._future(scores_bqk.shape[1]), -torch.inf)
         weights_bqk = torch.softmax(scores_bqk, dim=-1)
         del scores_bqk
-        largest_bq, key_bq = weights_bqk.max(dim=-1)
-        entropy_bq = torch.special.entr(weights_bqk).sum(dim=-1)
-        self.rows.append(
-            (entropy_bq.mean().item(), largest_bq.mean().item(), key_bq.double().mean().item())
-        )
+        self.rows.append(read_matrix(weights_bqk))
         return weights_bqk @ value_bkd
 
     def _future(self, length: int) -> Tensor:
@@ -119,10 +129,13 @@ def main(name: str, tokens: int) -> None:
     loaded = load()
     AttentionInterface.register(DENSE, Dense())
     AttentionInterface.register(MAPS, Maps())
-    loaded.model.set_attn_implementation({"sdpa": "sdpa", "dense": DENSE, "maps": MAPS}[name])
-    ids = tokenize(loaded.tokenizer, built_in(), tokens).ids
+    loaded.model.set_attn_implementation({"dense": DENSE, "maps": MAPS}.get(name, name))
+    ids = torch.tensor([tokenize(loaded.tokenizer, built_in(), tokens).ids])
+    options = {"use_cache": False, "logits_to_keep": 1, "output_attentions": name == "eager"}
     with torch.inference_mode():
-        loaded.model(torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+        output = loaded.model(ids, **options)
+        if name == "eager":
+            read_kept(output.attentions)
 
 
 if __name__ == "__main__":

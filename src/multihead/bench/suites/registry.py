@@ -8,6 +8,7 @@ from typing import Protocol
 from multihead.bench.peers import FLEX, PEERS
 from multihead.bench.suites import (
     agreement,
+    corpus,
     cost,
     decode,
     generation,
@@ -69,5 +70,6 @@ SUITES: dict[str, Suite] = {
             reads_memory=True,
         ),
         Suite("inspect", "the whole inspection, each program in a fresh process", inspection.rows),
+        Suite("corpus", "every head over a corpus of a million tokens", corpus.rows),
     )
 }

@@ -26,6 +26,7 @@ SUITES = (
     "memory",
     "cost",
     "inspect",
+    "corpus",
 )
 
 
