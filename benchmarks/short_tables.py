@@ -347,9 +347,9 @@ def _corpus_line(document: Document) -> str:
     )
     return (
         f"{_place(document)} `multihead inspect --text` over the modules of Python's library, "
-        f"{row['context']} tokens at once, bfloat16: {sizes} at the peak, every statistic with its "
-        f"histogram and the strongest links of each head kept in {row['record_bytes'] / 1e6:.1f} "
-        "MB.\n"
+        f"{row['context']} tokens at once, {row['dtype']}: {sizes} at the peak, every "
+        "statistic with its histogram and the strongest links of each head kept in "
+        f"{row['record_bytes'] / 1e6:.1f} MB.\n"
     )
 
 

@@ -352,6 +352,7 @@ def test_a_corpus_is_read_by_the_command() -> None:
 
     entry = corpus.measure(300, SETTING)
     assert entry["tokens"] == 300
+    assert entry["dtype"] in ("float32", "bfloat16")
     assert entry["documents"] >= 1
     assert entry["context"] == 1024
     assert entry["record_bytes"] > 0
