@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from multihead.bench.show import duration
 
 NOTHING = "Not measured yet: `benchmarks/results` has no file for it.\n"
 
+_MOST_NAMED = 3
 _INSTRUCTIONS = ("FMA", "dpbf16", "AMX")
 
 
@@ -141,20 +143,37 @@ def not_measurable(document: Document) -> str:
 
 
 def losses(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Sentences that name every row in which another, or another form of ours, is faster."""
-    others: list[str] = []
-    forms: list[str] = []
-    for row in rows:
-        faster = [name for name in row["ratios"] if row["ratios"][name] < 1]
-        for names, own in ((others, False), (forms, True)):
-            if these := [name for name in faster if name.startswith(OURS) == own]:
-                names.append(f"{call(row)}, {row['dtype']} ({', '.join(these)})")
-    said = [
-        f"Slower than another: {'; '.join(others)}." if others else "Slower than no other here."
-    ]
-    if forms:
-        said.append(f"Slower than another form of our own: {'; '.join(forms)}.")
-    return " ".join(said) + "\n"
+    """Sentences on the rows in which another, or another form of ours, is faster.
+
+    Each by name where they are few, else how many: the tables have them in bold.
+    """
+    measured = list(rows)
+    others = _slower("another", measured, own=False)
+    forms = _slower("another form of our own", measured, own=True)
+    return " ".join(filter(None, (others or "Slower than no other here.", forms))) + "\n"
+
+
+def _slower(than: str, rows: Sequence[Mapping[str, Any]], *, own: bool) -> str:
+    """What is faster in which rows, of our own forms or of others; empty where nothing is."""
+    faster = {
+        f"{call(row)}, {row['dtype']}": names
+        for row in rows
+        if (
+            names := [
+                name
+                for name, ratio in row["ratios"].items()
+                if ratio < 1 and name.startswith(OURS) == own
+            ]
+        )
+    }
+    if not faster:
+        return ""
+    if len(faster) <= _MOST_NAMED:
+        named = (f"{row} ({', '.join(names)})" for row, names in faster.items())
+        return f"Slower than {than}: {'; '.join(named)}."
+    counts = Counter(name for names in faster.values() for name in names)
+    by = ", ".join(f"{name} in {count}" for name, count in counts.most_common())
+    return f"Slower than {than} in {len(faster)} of {len(rows)} rows: {by}."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

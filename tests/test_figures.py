@@ -206,6 +206,16 @@ def test_ours_in_another_way_is_no_peer() -> None:
     assert "| 16/2 heads, 1024 |" in short_tables.calls_block([document("grouped", grouped)])
 
 
+def test_many_losses_are_counted() -> None:
+    rows = [row("full", queries=length, keys=length) for length in (1, 2, 3, 4, 5)]
+    for lost in rows[:4]:
+        lost["ratios"] = {"torch": 1.5, "llama.cpp": 0.5, "zentorch": 0.9 if lost is rows[0] else 2}
+    assert cells.losses(rows) == (
+        "Slower than another in 4 of 5 rows: llama.cpp in 4, zentorch in 1.\n"
+    )
+    assert cells.losses(rows[1:4]).startswith("Slower than another: full, 2, D 64, float32 (llama")
+
+
 def test_small_calls_stand_side_by_side() -> None:
     rows = [
         row(
