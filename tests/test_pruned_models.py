@@ -22,6 +22,8 @@ from multihead.heads import (
     prune,
     read_corpus,
     restrict,
+    rollout,
+    writing,
 )
 from multihead.integrations import load_checkpoint, save_checkpoint
 from multihead.integrations.attention_layers import attention_layers
@@ -364,6 +366,40 @@ def test_watched_heads_keep_their_numbers(kind, gone):
     assert np.array_equal(few.queries, heads.queries[:, [1, 4]])
     compared = expected.record().compare(record)
     assert {(it.layer, it.head) for it in compared} == {*zip(*there.nonzero(), strict=True)}
+
+
+def test_what_heads_write_and_carry_on_is_of_first_numbers():
+    whole, every = tiny.language_model().double(), slice(None)
+    whole_model, model = zeroed(whole, EVERY_OTHER), pruned(whole, EVERY_OTHER)
+    expected, found = (writing(it, IDS[0]) for it in (whole_model, model))
+    assert found.heads == expected.heads == (6, 6)
+    for layer in range(2):
+        for name in ("outputs", "contributions"):
+            one, other = (getattr(it, name)(layer, every) for it in (found, expected))
+            torch.testing.assert_close(one, other)
+        one, other = (it.key_attribution(layer, 5, every) for it in (found, expected))
+        torch.testing.assert_close(one, other)
+        there = [head for head in range(6) if (layer, head) not in EVERY_OTHER]
+        weights = found.weights(layer, every)
+        torch.testing.assert_close(weights[there], expected.weights(layer, every)[there])
+        assert weights.sum() == pytest.approx(len(there) * IDS.shape[1])
+    added = expected.attribution(5, -1)
+    torch.testing.assert_close(found.attribution(5, -1), added)
+    strongest = found.strongest(5, -1, k=20)
+    assert sorted((layer, head) for layer, head, _ in strongest) == [
+        (layer, head) for layer in range(2) for head in range(6) if (layer, head) not in EVERY_OTHER
+    ]
+    for layer, head, value in strongest:
+        assert value == pytest.approx(float(added[layer, head, 0, 0]))
+    with pytest.raises(mh.ArgumentError, match="head 1 of layer 0 was pruned"):
+        found.top_tokens(0, 1)
+    chosen = {0: (0, 4), 1: (5,)}
+    one, other = (rollout(it, IDS[0], [2, -1], heads=chosen) for it in (model, whole_model))
+    assert one.heads == other.heads
+    torch.testing.assert_close(one.shares, other.shares)
+    assert rollout(model, IDS[0], -1).heads == ((0, 2, 3, 4), (0, 1, 4, 5))
+    with pytest.raises(mh.ArgumentError, match=r"none of the pruned \[1, 5\]; got \[1\]"):
+        rollout(model, IDS[0], -1, heads={0: [1]})
 
 
 @pytest.mark.parametrize("gone", [EVERY_OTHER, LAYER])

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError
+from ...nn import Pruned
 from ...ops.problem import Problem
 from ...ops.sweep import sweep
 from ...ops.weights import Places, place_index, weights_at
 from ..forward import LayerObserver, one_text, run
 from ..watching.lazy_weights import Copies, KeptCall
+from ..watching.numbers import heads_before, pruned_layers
 
 # Weights formed at a time: 4M float32 are 16 MiB.
 _BLOCK_ELEMENTS = 1 << 22
@@ -41,7 +43,7 @@ class Rollout:
             Rows sum to 1 less what learned sinks took on the way.
         residual: the share that each layer passes on without attention.
         layers: the attention modules by name, the lowest first.
-        heads: for each layer the heads whose mean was taken.
+        heads: for each layer the heads whose mean was taken, by their first numbers.
     """
 
     rows: Tensor
@@ -75,7 +77,8 @@ def rollout(
         residual: the share that the residual stream keeps at each layer; the paper has 0.5. At 0
             attention alone passes on, at 1 nothing moves.
         heads: for some layers (numbers in the order in which they run) the heads whose mean is
-            taken; of the others, and unless given of all, that of all heads.
+            taken, by the numbers that they had before any were pruned; of the others, and unless
+            given of all, that of all heads that are left.
 
     Memory is O(layers x N x width) for queries and keys and O(rows x N) beside them; time is that
     of one pass over all pairs below the highest row. Rollout follows weights alone: it knows
@@ -97,13 +100,19 @@ def rollout(
     recorder = _Recorder((1, length))
     run(model, token_ids, recorder)
     calls = recorder.calls
-    taken = _checked_heads([it.call.heads for it in calls], heads or {})
+    pruned = pruned_layers(model)
+    had = [
+        heads_before(pruned.get(name), kept.call.heads)
+        for name, kept in zip(recorder.layers, calls, strict=True)
+    ]
+    taken = _checked_heads(had, heads or {})
     share_mk = torch.zeros(
         (len(index_m), length), dtype=calls[-1].call.compute_dtype, device=token_ids.device
     )
     share_mk[torch.arange(len(index_m)), index_m] = 1.0
-    for kept, of_layer in zip(reversed(calls), reversed(taken), strict=True):
-        attended_mk = passed_down(kept, share_mk, of_layer)
+    for kept, before, chosen_heads in zip(calls[::-1], had[::-1], taken[::-1], strict=True):
+        places = [before.kept.index(head) for head in chosen_heads]
+        attended_mk = passed_down(kept, share_mk, places)
         share_mk = residual * share_mk + (1 - residual) * attended_mk
     return Rollout(
         rows=index_m,
@@ -116,6 +125,8 @@ def rollout(
 
 def passed_down(kept: KeptCall, share_mq: Tensor, heads: Sequence[int]) -> Tensor:
     """`share_mq @ A`, [m, k], where A [q, k] is the mean of `heads` of a call of one sample.
+
+    `heads` are places among those of the call.
 
     Queries without a share in any row are not looked at.
     """
@@ -169,21 +180,22 @@ class _Recorder(LayerObserver):
 
 
 def _checked_heads(
-    counts: Sequence[int], heads: Mapping[int, Sequence[int]]
+    had: Sequence[Pruned], heads: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The heads of every layer: those named, else all."""
+    """The heads of every layer: those named, else all that are left."""
     for layer, named in heads.items():
-        if layer not in range(len(counts)):
+        if layer not in range(len(had)):
             raise ArgumentError(
-                f"heads names layer {layer!r}; the model has layers 0 to {len(counts) - 1}."
+                f"heads names layer {layer!r}; the model has layers 0 to {len(had) - 1}."
             )
-        wrong = [it for it in named if it not in range(counts[layer])]
+        wrong = [it for it in named if it not in had[layer].kept]
         if wrong or not len(named):
+            gone = had[layer].heads
             raise ArgumentError(
-                f"heads[{layer}] must name heads from 0 to {counts[layer] - 1}, at least one; got "
-                f"{list(named)}."
+                f"heads[{layer}] must name heads from 0 to {had[layer].num_heads - 1}, at least "
+                f"one{f', none of the pruned {list(gone)}' if gone else ''}; got {list(named)}."
             )
     return tuple(
-        tuple(sorted(set(map(int, heads[layer])))) if layer in heads else tuple(range(count))
-        for layer, count in enumerate(counts)
+        tuple(sorted(set(map(int, heads[layer])))) if layer in heads else before.kept
+        for layer, before in enumerate(had)
     )

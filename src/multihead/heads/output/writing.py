@@ -54,7 +54,8 @@ class Writing:
 
     Memory: q, k, v and the output of every layer, O(length); results have the rows asked for.
     Results are float32 (float64 for a float64 model). `rows` are queries: an int, a slice, integers
-    or an integer tensor; negative ones count from the end. `layer` and `head` count from 0.
+    or an integer tensor; negative ones count from the end. `layer` and `head` count from 0; heads
+    keep the numbers that they had before any were pruned, and those that are gone write nothing.
 
     Where a norm stands behind the output projection (Gemma 2), "writes" means what enters the
     stream: the norm at the scale that the row really had, which is linear. Logits are read through
@@ -62,7 +63,7 @@ class Writing:
 
     Attributes:
         layers: the attention modules by name, in the order in which they run.
-        heads: heads of each layer.
+        heads: heads of each layer, those that were pruned among them.
         error: the largest difference between what the heads and the bias of a layer sum to and what
             its output projection gave, as a share of the row's size.
     """
@@ -79,7 +80,7 @@ class Writing:
         index = kept.places(rows)
         keys = torch.arange(kept.problem.key_length, device=index.device)
         with torch.no_grad():
-            return weights_at(kept.problem, kept.lse[None], index, keys)[0]
+            return kept.at_first_numbers(weights_at(kept.problem, kept.lse[None], index, keys)[0])
 
     def value_norms(self, layer: int) -> Tensor:
         """How long W_O v of each key is, before its weight: [H, Lk].
@@ -96,7 +97,7 @@ class Writing:
                 keys = slice(start, start + step)
                 written_kc = value_kv[keys] @ weight_vc
                 norms_hk[head, keys] = torch.linalg.vector_norm(written_kc, dim=-1)
-        return norms_hk
+        return kept.at_first_numbers(norms_hk)
 
     def contributions(self, layer: int, rows: Rows) -> Tensor:
         """The length of what each head writes for each key, the norm of p W_O v: [H, rows, Lk]."""
@@ -114,7 +115,7 @@ class Writing:
         """
         kept = self._layer(layer)
         index = kept.places(rows)
-        return kept.heads[:, index] @ _weight(kept) * _scale(kept, index)
+        return kept.at_first_numbers(kept.heads[:, index] @ _weight(kept) * _scale(kept, index))
 
     def bias(self, layer: int, rows: Rows) -> Tensor:
         """What the layer's attention writes beside its heads: [rows, C]."""
@@ -145,7 +146,8 @@ class Writing:
         for place, kept in enumerate(self._kept):
             read_hvt = _weight(kept) @ direction_tc.mT
             heads_hqt = kept.heads[:, index] @ read_hvt * _scale(kept, index)
-            found_lhqt[place, : self.heads[place]] = heads_hqt * scale_q1
+            added_hqt = kept.at_first_numbers(heads_hqt * scale_q1)
+            found_lhqt[place, : len(added_hqt)] = added_hqt
         return found_lhqt
 
     def bias_attribution(
@@ -171,7 +173,7 @@ class Writing:
         value_hkv = value_gkv.repeat_interleave(kept.problem.group, 0)
         number_hk = (value_hkv @ read_hv[..., None])[..., 0]
         scale_q1 = final.norm.scale[index, None] * _scale(kept, index)
-        return self.weights(layer, index) * number_hk[:, None] * scale_q1
+        return self.weights(layer, index) * kept.at_first_numbers(number_hk)[:, None] * scale_q1
 
     def strongest(
         self, token: int, row: int, *, against: int | None = None, k: int = 10
@@ -183,7 +185,9 @@ class Writing:
         if k < 0:
             raise ArgumentError(f"k must be 0 or more heads; got {k}.")
         added_lh = self.attribution(token, row, against=against)[..., 0, 0].nan_to_num(-torch.inf)
-        values, places = added_lh.flatten().topk(min(k, sum(self.heads)))
+        for place, kept in enumerate(self._kept):
+            added_lh[place, list(kept.before.heads)] = -torch.inf
+        values, places = added_lh.flatten().topk(min(k, sum(len(it.heads) for it in self._kept)))
         widest = added_lh.shape[1]
         return [
             (place // widest, place % widest, value)
@@ -271,6 +275,8 @@ class Writing:
             raise ArgumentError(
                 f"head must be from 0 to {self.heads[layer] - 1} in layer {layer}; got {head}."
             )
+        if head in self._kept[layer].before.heads:
+            raise ArgumentError(f"head {head} of layer {layer} was pruned, and writes nothing.")
         return head
 
 
@@ -297,7 +303,7 @@ def writing(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Writing:
     layers = recorder.kept
     return Writing(
         layers=tuple(layer.name for layer in layers),
-        heads=tuple(len(layer.heads) for layer in layers),
+        heads=tuple(layer.before.num_heads for layer in layers),
         error=max(layer.error for layer in layers),
         _kept=tuple(layers),
         _unembedding=final,

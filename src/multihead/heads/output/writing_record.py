@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from ...errors import ModelError
 from ...models import LanguageModel
+from ...nn import Pruned
 from ...ops.problem import Problem
 from ..forward import LayerObserver
+from ..watching.numbers import heads_before, pruned_layers
 from .linear_norm import TOLERANCES, LinearNorm, linear_norm, relative_error
 from .places import Rows, row_index
 
@@ -40,15 +42,17 @@ class WritingLayer:
     """One layer: its call of attention, and how its heads enter the stream.
 
     `lse` [H, Lq] is its log-sum-exp, `heads` [H, Lq, Dv] what the heads gave, `weight` [H, Dv, C]
-    the rows of the output projection that each head meets, `bias` [C]. `norm` stands between the
-    projection and the stream in sandwich-normed layers. `adds` tells why the stream is not the sum
-    of what is written, if it is not.
+    the rows of the output projection that each head meets, `bias` [C]. `before` says which heads
+    the layer had before some were pruned; the tables here are of those that are left. `norm` stands
+    between the projection and the stream in sandwich-normed layers. `adds` tells why the stream is
+    not the sum of what is written, if it is not.
     """
 
     name: str
     problem: Problem
     lse: Tensor
     heads: Tensor
+    before: Pruned
     weight: Tensor | None = None
     bias: Tensor | None = None
     norm: LinearNorm | None = None
@@ -59,6 +63,14 @@ class WritingLayer:
         """Queries as int64 indices."""
         return row_index(rows, self.problem.query_length, self.heads.device)
 
+    def at_first_numbers(self, table: Tensor) -> Tensor:
+        """A table [H, ...] with zeros for the heads that are gone."""
+        if not self.before.heads:
+            return table
+        whole = table.new_zeros(self.before.num_heads, *table.shape[1:])
+        whole[list(self.before.kept)] = table
+        return whole
+
 
 class WritingRecorder(LayerObserver):
     """Keeps every layer of one pass over one text."""
@@ -68,6 +80,7 @@ class WritingRecorder(LayerObserver):
         self.kept: list[WritingLayer] = []
         self._modules = dict(model.named_modules())
         self._blocks: list[_Block] = []
+        self._pruned = pruned_layers(model)
 
     def wants(self, problem: Problem) -> tuple[str, ...]:
         return ("lse",)
@@ -76,7 +89,9 @@ class WritingRecorder(LayerObserver):
         number = self.next_layer(problem)
         name = self.layers[number]
         projection = _out_projection(self._modules, name)
-        layer = WritingLayer(name, problem, stats["lse"][0], out[0].to(problem.compute_dtype))
+        before = heads_before(self._pruned.get(name), problem.heads)
+        heads = out[0].to(problem.compute_dtype)
+        layer = WritingLayer(name, problem, stats["lse"][0], heads, before)
         self.kept.append(layer)
         block = self._blocks[-1] if self._blocks else None
         if block is not None:

@@ -32,6 +32,8 @@ class HeadWindows:
         restricted: for each attention module, by name, its restricted query heads in order. What
             is not named has none.
 
+    Heads are counted as the modules have them: where some were pruned, those that are left.
+
     Raises:
         ArgumentError, DtypeError: a window below 1, or heads that there are not.
     """

@@ -82,7 +82,8 @@ class StabilityReport:
             lower bound of the whole one.
         thresholds: from where on a head is reported.
 
-    Tables end in NaN in layers that have fewer heads than others.
+    Heads are counted as the modules have them: where some were pruned, those that are left. Tables
+    end in NaN in layers that have fewer heads than others.
     """
 
     step: int

@@ -29,8 +29,7 @@ class Numbers:
     @classmethod
     def of(cls, choice: Choice, layer: str, count: int, pruned: Pruned | None) -> Numbers:
         """Of a module whose calls have `count` heads; ArgumentError for a choice it never had."""
-        if pruned is None or len(pruned.kept) != count:
-            pruned = Pruned(count, count)
+        pruned = heads_before(pruned, count)
         heads = choice.heads_of(layer, pruned.num_heads)
         column_of = {head: column for column, head in enumerate(heads)}
         found = [(place, head) for place, head in enumerate(pruned.kept) if head in column_of]
@@ -39,6 +38,13 @@ class Numbers:
             taken=tuple(place for place, _ in found),
             columns=tuple(column_of[head] for _, head in found),
         )
+
+
+def heads_before(pruned: Pruned | None, count: int) -> Pruned:
+    """What a module whose calls have `count` heads had at first; a record of others is not its."""
+    if pruned is None or len(pruned.kept) != count:
+        return Pruned(count, count)
+    return pruned
 
 
 def pruned_layers(model: nn.Module) -> Mapping[str, Pruned]:
