@@ -116,14 +116,8 @@ class Growing:
         return Memory(tensors, self.length, shared=False)
 
 
-class KVCache:
-    """Keys and values of all tokens so far, which grow with each call.
-
-    Memory grows by a quarter at a time, so that a step copies its own tokens alone. Where autograd
-    records keys or values, and in a graph of torch.compile, each step joins the tensors anew, and
-    gradients reach every token. In torch.compile that makes a graph for each length, or a few in
-    all with `dynamic=True`.
-    """
+class GrowingCache:
+    """What caches of all tokens so far have in common, in whatever tensors they keep them."""
 
     def __init__(self) -> None:
         self._tokens = Growing()
@@ -149,17 +143,6 @@ class KVCache:
         device = None if self._shape is None else self._shape.device
         return torch.arange(self.length, self.length + length, device=device)
 
-    def update(self, key: Tensor, value: Tensor) -> KeyValues:
-        """Append `key` [B, Hkv, L, D] and `value` [B, Hkv, L, Dv]; returns all tokens so far.
-
-        Raises ArgumentError, DtypeError or DeviceError for tensors that do not fit what is held.
-        """
-        if self._shape is None:
-            self._shape = first_shape(key, value)
-        count = self._shape.accepts(key, value)
-        keys, values = self._tokens.append((key, value), count)
-        return held(key=keys, value=values)
-
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; a negative number removes as many from the end."""
         self._tokens.crop(length)
@@ -182,16 +165,36 @@ class KVCache:
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Make row i of the batch what row `rows[i]` was. Raises ArgumentError if empty."""
-        self._shape = reordered(self._tokens, self._shape, rows)
+        if self._shape is None:
+            raise ArgumentError("reorder: the cache is empty.")
+        index = row_index(rows, self._shape.batch, self._shape.device)
+        self._tokens.take(index)
+        self._shape = self._shape.with_batch(len(index))
+
+    def _accepted(self, key: Tensor, value: Tensor) -> int:
+        """How many tokens are new; errors for tensors that do not fit what is held."""
+        if self._shape is None:
+            self._shape = first_shape(key, value)
+        return self._shape.accepts(key, value)
 
 
-def reordered(tokens: Growing, shape: Shape | None, rows: Tensor | Sequence[int]) -> Shape:
-    """Reorder `tokens`; returns the shape of their new batch."""
-    if shape is None:
-        raise ArgumentError("reorder: the cache is empty.")
-    index = row_index(rows, shape.batch, shape.device)
-    tokens.take(index)
-    return shape.with_batch(len(index))
+class KVCache(GrowingCache):
+    """Keys and values of all tokens so far, which grow with each call.
+
+    Memory grows by a quarter at a time, so that a step copies its own tokens alone. Where autograd
+    records keys or values, and in a graph of torch.compile, each step joins the tensors anew, and
+    gradients reach every token. In torch.compile that makes a graph for each length, or a few in
+    all with `dynamic=True`.
+    """
+
+    def update(self, key: Tensor, value: Tensor) -> KeyValues:
+        """Append `key` [B, Hkv, L, D] and `value` [B, Hkv, L, Dv]; returns all tokens so far.
+
+        Raises ArgumentError, DtypeError or DeviceError for tensors that do not fit what is held.
+        """
+        count = self._accepted(key, value)
+        keys, values = self._tokens.append((key, value), count)
+        return held(key=keys, value=values)
 
 
 def _is_recorded(memory: Memory | None, parts: tuple[Tensor, ...]) -> bool:
