@@ -227,7 +227,7 @@ def test_checkpoints_that_do_not_fit():
         ({"model_type": "mamba"}, "'mamba' are not supported"),
         ({"hidden_size": None}, "no hidden_size"),
         ({"hidden_act": "tanh"}, "'tanh' is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "proportional"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ],
 )

@@ -11,8 +11,9 @@ NAMES = """
     Documents DtypeError DynamicNTKScaling Encoder EncoderConfig EncoderDecoder
     EncoderDecoderConfig Explanation FeedForward GatedFeedForward InputError KVCache KeyLengths
     KeyPadding KeyValues LanguageModel LanguageModelConfig LatentAttention LatentKVCache
-    LearnedPositions LinearScaling Llama3Scaling Mask MaskError MissingExtraError ModelError
-    MultiHeadAttention MultiheadError NTKScaling PagedKVCache Positions PrefixCausal Prepacked
+    LearnedPositions LinearScaling Llama3Scaling LongRoPEScaling Mask MaskError
+    MissingExtraError ModelError MultiHeadAttention MultiheadError NTKScaling PagedKVCache
+    Positions PrefixCausal Prepacked
     QuantizedKVCache QueryStart RoPE Rotation STATISTICS Sampling SinusoidalPositions
     SlidingWindow StaticKVCache TransformerBlock Window WindowKVCache YaRNScaling alibi_slopes
     apply_rope attention attention_map attention_stats attention_weights attention_with_stats

@@ -24,6 +24,7 @@ SCALINGS = {
     "ntk": mh.NTKScaling(3.0),
     "dynamic": mh.DynamicNTKScaling(2.0, 16),
     "yarn": mh.YaRNScaling(8.0, 64),
+    "longrope": mh.LongRoPEScaling((1.0, 1.5, 2.0, 2.5), [1, 4, 9, 16], 16, 8.0),
     "llama3": mh.Llama3Scaling(8.0, 64),
 }
 HALF_SPLIT_TO_INTERLEAVED = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -246,6 +247,17 @@ def test_dynamic_ntk_of_a_row_does_not_depend_on_its_batch() -> None:
         assert torch.equal(both[row : row + 1], alone)
 
 
+def test_longrope_of_a_row_goes_by_its_own_length() -> None:
+    rope = mh.RoPE(scaling=SCALINGS["longrope"])
+    plain = mh.RoPE().frequencies(torch.arange(1), 8)
+    positions = torch.stack((torch.arange(9) + 7, torch.arange(9) + 8))
+    short, long = rope.frequencies(positions, 8)[:, 0]
+    torch.testing.assert_close(short, plain / torch.tensor([1.0, 1.5, 2.0, 2.5]))
+    torch.testing.assert_close(long, plain / torch.tensor([1.0, 4.0, 9.0, 16.0]))
+    rotation = rope.rotation(positions, 8)
+    assert rotation.cos.amax() == pytest.approx((1 + 3 / 4) ** 0.5)  # ln 8 / ln 16
+
+
 def test_ntk_slows_the_slowest_lane_by_its_factor() -> None:
     plain = mh.RoPE().frequencies(torch.arange(1), 64)
     scaled = mh.RoPE(scaling=mh.NTKScaling(4.0)).frequencies(torch.arange(1), 64)
@@ -329,6 +341,14 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: mh.LinearScaling("2"), TypeError, "factor must be a number"),
     (lambda: mh.DynamicNTKScaling(2.0, 0), ValueError, "max_length must be at least 1"),
     (lambda: mh.YaRNScaling(2.0, 64, beta_fast=1, beta_slow=2), ValueError, "beta_fast"),
+    (lambda: mh.LongRoPEScaling((1.0, 0.0), (1.0, 2.0), 64), ValueError, "short_factor must hold"),
+    (lambda: mh.LongRoPEScaling((1.0,), 2.0, 64), TypeError, "long_factor must be a list"),
+    (lambda: mh.LongRoPEScaling((1.0,), ("2",), 64), TypeError, "long_factor must be a number"),
+    (
+        lambda: mh.RoPE(scaling=SCALINGS["longrope"]).rotation(torch.arange(2), 16),
+        ValueError,
+        "short_factor must have a number for each of the 8 pairs of lanes that turn; it has 4",
+    ),
     (lambda: mh.Llama3Scaling(2.0, 64, low_freq_factor=4.0), ValueError, "high_freq_factor"),
     (
         lambda: mh.RoPE(scaling=mh.NTKScaling(2.0)).rotation(torch.arange(2), 2),

@@ -25,6 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import multihead as mh
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 500}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
@@ -35,6 +36,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "yarn-one-mscale": YARN | {"mscale_all_dim": 1.0},
     "yarn-not-truncated": YARN | {"truncate": False, "factor": 32.0},
     "yarn-short": YARN | {"original_max_position_embeddings": 8, "factor": 1.0},
+    "longrope": LONG,
+    "longrope-factor": LONG | {"factor": 6.0},
+    "longrope-attention-factor": LONG | {"factor": 6.0, "attention_factor": 1.3},
     "llama3": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -43,6 +47,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def llama(**parameters: Any) -> LlamaConfig:
+    if parameters.get("rope_type") == "longrope":
+        pairs = range(int(16 * parameters.get("partial_rotary_factor", 1.0)))
+        short, long = ([1 + pair * step for pair in pairs] for step in (0.1, 3.7))
+        parameters |= {"short_factor": short, "long_factor": long}
     return LlamaConfig(
         hidden_size=128, num_attention_heads=4, max_position_embeddings=512,
         rope_parameters={"rope_theta": 500000.0} | parameters,
@@ -70,6 +78,15 @@ def test_dynamic_frequencies_at_each_length(length: int) -> None:
     rope = mh.RoPE.from_config(config.to_dict())
     got = rope.frequencies(torch.tensor([0, length - 1]), config.head_dim).flatten()
     torch.testing.assert_close(got, want, rtol=2e-7 if length > 512 else 0, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, 500, 501, 5000])
+def test_longrope_frequencies_at_each_length(length: int) -> None:
+    config = llama(**LONG)
+    want, _ = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=length)
+    rope = mh.RoPE.from_config(config.to_dict())
+    got = rope.frequencies(torch.tensor([0, length - 1]), config.head_dim).flatten()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", ["default", *PARAMETERS])
@@ -231,7 +248,8 @@ def test_a_rope_for_each_type_of_layer() -> None:
 @pytest.mark.parametrize(
     ("rope", "words"),
     [
-        ({"rope_type": "longrope"}, "rope_type='longrope' is not known here"),
+        ({"rope_type": "proportional"}, "rope_type='proportional' is not known here"),
+        (LONG | {"short_factor": [1.0]}, "'long_factor', which is missing"),
         ({"rope_type": "linear"}, "'factor', which is missing"),
         ({"rope_type": "dynamic", "factor": 2.0}, "'max_position_embeddings', which is missing"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),

@@ -24,7 +24,14 @@ from .positions import (
 )
 from .prepack import Prepacked, prepack, unpack
 from .prune import Pruned, prune_heads
-from .rope_scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, NTKScaling, YaRNScaling
+from .rope_scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    NTKScaling,
+    YaRNScaling,
+)
 
 __all__ = [
     "Cache",
@@ -37,6 +44,7 @@ __all__ = [
     "LearnedPositions",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRoPEScaling",
     "MultiHeadAttention",
     "NTKScaling",
     "PagedKVCache",

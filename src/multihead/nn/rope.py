@@ -35,7 +35,8 @@ class RoPE:
         rotary_dim: how many lanes turn, the first ones; the rest passes through. None is all.
         interleaved: lanes 2i and 2i + 1 are a pair (GPT-J, DeepSeek); else lanes i and
             i + rotary_dim / 2 (GPT-NeoX, Llama).
-        scaling: LinearScaling, NTKScaling, DynamicNTKScaling, YaRNScaling, Llama3Scaling, or None.
+        scaling: LinearScaling, NTKScaling, DynamicNTKScaling, YaRNScaling, LongRoPEScaling,
+            Llama3Scaling, or None.
 
     Raises:
         ArgumentError: an odd or non-positive `rotary_dim`, or a `base` that is not above 1.

@@ -10,6 +10,7 @@ from .rope_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRoPEScaling,
     NTKScaling,
     RoPEScaling,
     YaRNScaling,
@@ -89,7 +90,7 @@ def _scaling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> RoPEScaling 
         return DynamicNTKScaling(
             _needed(rope, "factor"), _needed(config, "max_position_embeddings")
         )
-    if kind in ("yarn", "llama3"):
+    if kind in ("yarn", "llama3", "longrope"):
         original = _first(
             config.get("original_max_position_embeddings"),
             rope.get("original_max_position_embeddings"),
@@ -97,19 +98,35 @@ def _scaling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> RoPEScaling 
         )
         if original is None:
             raise ArgumentError(f"{kind} scaling needs original_max_position_embeddings.")
-        return _yarn(config, rope, original) if kind == "yarn" else _llama3(rope, original)
+        if kind == "llama3":
+            return _llama3(rope, original)
+        return (_yarn if kind == "yarn" else _longrope)(config, rope, original)
     raise ArgumentError(
-        f"rope_type={kind!r} is not known here; known are default, linear, ntk, dynamic, yarn and "
-        "llama3."
+        f"rope_type={kind!r} is not known here; known are default, linear, ntk, dynamic, yarn, "
+        "longrope and llama3."
+    )
+
+
+def _factor(config: Mapping[str, Any], rope: Mapping[str, Any], original: int) -> float:
+    factor = rope.get("factor")
+    if factor is None:
+        factor = _needed(config, "max_position_embeddings") / original
+    return factor  # type: ignore[no-any-return]
+
+
+def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any], original: int) -> LongRoPEScaling:
+    return LongRoPEScaling(
+        _needed(rope, "short_factor"),
+        _needed(rope, "long_factor"),
+        original,
+        _factor(config, rope, original),
+        rope.get("attention_factor"),
     )
 
 
 def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any], original: int) -> YaRNScaling:
-    factor = rope.get("factor")
-    if factor is None:
-        factor = _needed(config, "max_position_embeddings") / original
     return YaRNScaling(
-        factor,
+        _factor(config, rope, original),
         original,
         attention_factor=rope.get("attention_factor"),
         beta_fast=rope.get("beta_fast") or 32.0,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DtypeError
 from .angles import checked_positions, positions_per_radian
 from .checks import check_number, check_sizes
 
@@ -177,6 +178,68 @@ class YaRNScaling(RoPEScaling):
 
 
 @dataclass(frozen=True)
+class LongRoPEScaling(RoPEScaling):
+    """A wavelength of its own for each lane, found by search: some for short texts, some for long.
+
+    A text is long if the largest position of the call is at or beyond `original_length`, for each
+    row of positions [B, L] by itself, as with `DynamicNTKScaling`.
+
+    Args:
+        short_factor, long_factor: by how much each lane's wavelength grows, rotary_dim / 2 numbers.
+        original_length: positions that the model was trained on before.
+        factor: how much longer the context became; it sets the amplitude.
+        attention_factor: amplitude of cosines and sines; by default
+            sqrt(1 + ln(factor) / ln(original_length)).
+
+    Source: Ding et al. 2024, "LongRoPE"; Phi-3 for the two sets and the amplitude.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_length: int
+    factor: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        check_sizes(original_length=self.original_length)
+        check_number("attention_factor", self.attention_factor, "Leave it out for its default.")
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, _lane_factors(name, getattr(self, name)))
+
+    @property
+    def amplitude(self) -> float:
+        """`attention_factor`, or what follows from the factor."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1 or self.original_length < 2:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+
+    def frequencies(self, base: float, width: int, positions: Tensor) -> Tensor:
+        """Each row's set of frequencies, [1|B, 1, width / 2]."""
+        spans = positions_per_radian(base, width, positions.device)
+        short, long = (
+            1 / (self._of_lanes(name, width, positions.device) * spans)
+            for name in ("short_factor", "long_factor")
+        )
+        positions = checked_positions(positions)
+        if positions.shape[1] == 0:
+            return short
+        is_long = positions.amax(dim=1) >= self.original_length
+        return torch.where(is_long[:, None, None], long, short)
+
+    def _of_lanes(self, name: str, width: int, device: torch.device) -> Tensor:
+        factors: tuple[float, ...] = getattr(self, name)
+        if len(factors) != width // 2:
+            raise ArgumentError(
+                f"{name} must have a number for each of the {width // 2} pairs of lanes that turn; "
+                f"it has {len(factors)}."
+            )
+        return torch.tensor(factors, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
 class Llama3Scaling(RoPEScaling):
     """Long wavelengths stretched by `factor`, short ones left alone, a blend between.
 
@@ -223,6 +286,17 @@ def _check_factor(factor: float) -> None:
         raise ArgumentError(
             f"factor must be at least 1, the new length over the one trained on; got {factor}."
         )
+
+
+def _lane_factors(name: str, factors: object) -> tuple[float, ...]:
+    """Numbers above 0, as a tuple."""
+    if isinstance(factors, str) or not isinstance(factors, Sequence):
+        raise DtypeError(f"{name} must be a list of numbers; got {type(factors).__name__}.")
+    for factor in factors:
+        check_number(name, factor, "It is a list of numbers, one for each pair of lanes.")
+        if factor is None or factor <= 0:
+            raise ArgumentError(f"{name} must hold numbers above 0; got {factor}.")
+    return tuple(map(float, factors))
 
 
 def _ntk_power(width: int) -> float:

@@ -11,6 +11,7 @@ from ...nn.rope_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRoPEScaling,
     YaRNScaling,
 )
 from ..config import Activation
@@ -97,6 +98,15 @@ def write_rope(rope: RoPE, head_dim: int) -> dict[str, Any]:
                 "original_max_position_embeddings": length,
                 "low_freq_factor": low,
                 "high_freq_factor": high,
+            }
+        case LongRoPEScaling(short, long, length, factor, attention_factor):
+            return found | {
+                "rope_type": "longrope",
+                "short_factor": list(short),
+                "long_factor": list(long),
+                "original_max_position_embeddings": length,
+                "factor": factor,
+                **({} if attention_factor is None else {"attention_factor": attention_factor}),
             }
         case YaRNScaling() as yarn:
             optional = {

@@ -17,6 +17,7 @@ from ...nn.rope_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRoPEScaling,
     NTKScaling,
     YaRNScaling,
 )
@@ -33,8 +34,13 @@ Config = LanguageModelConfig | EncoderConfig | EncoderDecoderConfig
 
 _KIND = "kind"
 _MODELS = (LanguageModelConfig, EncoderConfig, EncoderDecoderConfig)
-_PARTS = (RoPE, LinearScaling, NTKScaling, DynamicNTKScaling, YaRNScaling, Llama3Scaling, Pruned)
-_KINDS: dict[str, type[Any]] = {it.__name__: it for it in (*_MODELS, BlockConfig, *_PARTS)}
+_SCALINGS = (
+    *(LinearScaling, NTKScaling, DynamicNTKScaling),
+    *(YaRNScaling, LongRoPEScaling, Llama3Scaling),
+)
+_KINDS: dict[str, type[Any]] = {
+    it.__name__: it for it in (*_MODELS, BlockConfig, RoPE, *_SCALINGS, Pruned)
+}
 
 
 def read_config(fields: Fields) -> Config:
