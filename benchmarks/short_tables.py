@@ -328,7 +328,7 @@ def _inspect_section(document: Document) -> str:
             row["what"] + (f" of {row['page_bytes'] / 1e6:.1f} MB" if "page_bytes" in row else ""),
             f"{row['seconds']:.1f} s",
             f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
-            f"{row['seconds'] / first[row['tokens']]['seconds']:.1f}x",
+            f"{row['seconds'] / first[row['tokens']]['seconds']:.2f}x",
         )
         for row in document["rows"]
     ]
