@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 
@@ -28,6 +29,13 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
 
     monkeypatch.setattr("multihead.cli.doctor.run", fail)
     return main(["doctor"])
+
+
+def too_much_memory() -> RuntimeError:
+    """What torch raises where there is not as much memory."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    return caught.value
 
 
 def in_process(*arguments: str, code: str | None = None, **environment: str) -> Any:
@@ -107,6 +115,7 @@ def test_errors_are_one_paragraph(
     [
         (ZeroDivisionError("a fault"), 1, "ZeroDivisionError: a fault"),
         (MemoryError(), 1, "--max-tokens"),
+        (too_much_memory(), 1, "for a corpus --context"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

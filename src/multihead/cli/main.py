@@ -50,11 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MultiheadError as error:
         _complain(str(error))
         return 1
-    except MemoryError:
-        _complain("out of memory; fewer tokens (--max-tokens) need less")
-        return 1
     except Exception as error:
+        if _is_out_of_memory(error):
+            _complain(
+                "out of memory. Fewer tokens at once need less: see --max-tokens, and for a corpus "
+                "--context."
+            )
+            return 1
         return _other(error)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's own error, or torch's, which has no class for memory of the CPU."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def _other(error: Exception) -> int:
