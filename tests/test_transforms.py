@@ -134,6 +134,64 @@ def test_transforms_are_those_of_the_definition(
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def squares(x: Tensor) -> Tensor:
+    return mh.attention(x, 2 * x, x.sin(), mask=mh.Causal()).square().sum()
+
+
+def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.jvp(function, (x,), (x.flip(-1),))[1]
+
+
+def steepness(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: torch.func.grad(function)(x).square().sum())(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("transform", [slope, steepness])
+def test_compiled_transforms_are_those_of_eager(
+    transform: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor], backend: str
+) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    expected = transform(squares, x)
+    assert expected.abs().amax() > 0.1
+    compiled = torch.compile(lambda x: transform(squares, x), backend=backend)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-10, atol=1e-12)
+    if backend == "eager":  # of what is compiled otherwise, functorch sees nothing
+        around = transform(torch.compile(squares, backend=backend), x)
+        torch.testing.assert_close(around, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_call_keeps_its_operator() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    (x,) = doubles((1, 2, 5, 4))
+    torch.compile(squares, backend=keep, fullgraph=True)(x)
+    parts = [it for it in graphs[0].modules() if isinstance(it, torch.fx.GraphModule)]
+    nodes = [node.target for part in parts for node in part.graph.nodes]
+    assert torch.ops.multihead.attend in nodes
+
+
+def test_an_autocast_region_rounds_no_derivative() -> None:
+    x = torch.randn(1, 2, 9, 8, requires_grad=True)
+    y = x.detach().double().requires_grad_()
+    out = mh.attention(x, x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    (exact,) = torch.autograd.grad(mh.attention(y, y, y).square().sum(), y, create_graph=True)
+    torch.testing.assert_close(first.double(), exact, rtol=1e-4, atol=1e-4)
+    (exact,) = torch.autograd.grad(exact.square().sum(), y)
+    torch.testing.assert_close(second.double(), exact, rtol=1e-3, atol=1e-3)
+
+
 def test_a_named_backend_says_who_has_transforms() -> None:
     (x,) = doubles((1, 2, 3, 4))
     for backend in (

@@ -75,8 +75,9 @@ def attention(
     exist: NaN there reaches nothing. A query that sees nothing gives zeros and zero gradients.
     Softmax and sums are computed in float32 (float64 for float64).
 
-    Gradients are O(N) memory too; second derivatives, forward mode and torch.func's transforms are
-    right, in O(Lq Lk) memory.
+    Gradients are O(N) memory too. Forward mode and torch.func's transforms are right, in O(Lq Lk)
+    memory, and so are gradients of gradients: `create_graph` takes the definition for the first
+    one, whichever backend is named.
 
     Raises:
         ArgumentError, DtypeError, DeviceError, MaskError: before any work.

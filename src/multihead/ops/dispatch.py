@@ -90,7 +90,5 @@ def reasons(backend: Backend, problem: Problem) -> list[str]:
 
 def transformed() -> bool:
     """Whether forward-mode differentiation or a torch.func transform is under way."""
-    if torch.compiler.is_compiling():
-        return False
-    functorch_level = torch._C._functorch.peek_interpreter_stack()
-    return forward_ad._current_level >= 0 or functorch_level is not None
+    # Both are known to torch.compile, and guarded by it.
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

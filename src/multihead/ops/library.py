@@ -4,7 +4,9 @@
 fake tensors; an eager call goes straight to a backend. Derivatives are not registered with the
 operator, since `torch.func` would silently get zeros from it (pytorch#168393), but live in an
 autograd.Function. Second derivatives, batched gradients, forward mode and `torch.func` go through
-the definition.
+the definition, also where they are compiled. Gradients of a compiled function are torch.compile's:
+first ones alone. It refuses second ones, but for its backend for debugging, "eager", which leaves
+out of them what any autograd.Function has.
 
 A call travels as flat arguments, in the order of `_SCHEMA`.
 """
@@ -296,20 +298,20 @@ def _recorded_backward(
     charged with the other's share.
     """
     recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with torch.enable_grad(), full_precision(arguments[0].device):
         inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in arguments[:6]]
         problem, _ = _unflatten([*inputs, *arguments[6:]])
         out, stats = reference.forward(problem)
-    results = {"out": out, **stats}
-    given = {name: grad for name, grad in grads.items() if grad is not None}
-    wanted = [it for it in inputs if it is not None and it.requires_grad]
-    found = iter(
-        torch.autograd.grad(
-            [results[name] for name in given],
-            wanted,
-            list(given.values()),
-            create_graph=recorded,
-            allow_unused=True,
+        results = {"out": out, **stats}
+        given = {name: grad for name, grad in grads.items() if grad is not None}
+        wanted = [it for it in inputs if it is not None and it.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [results[name] for name in given],
+                wanted,
+                list(given.values()),
+                create_graph=recorded,
+                allow_unused=True,
+            )
         )
-    )
     return [next(found) if it is not None and it.requires_grad else None for it in inputs]
