@@ -46,6 +46,19 @@ def test_a_link_stays_one_and_permissions_are_the_users(tmp_path: Path) -> None:
     assert not Path("/dev/null").is_file()
 
 
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    long, longest = tmp_path / ("x" * 300), tmp_path / ("x" * 250)
+    for path in (long, tmp_path / "file" / "below"):
+        (tmp_path / "file").write_bytes(b"none")
+        with pytest.raises(mh.InputError, match="cannot be written: "):
+            write_whole(path, b"content")
+        with pytest.raises(mh.InputError, match=r"leads nowhere|there is no folder"):
+            check_writable(path, "--csv", "a.csv")
+    check_writable(longest, "--csv", "a.csv")
+    write_whole(longest, b"content")
+    assert longest.read_bytes() == b"content"
+
+
 def test_paths_are_refused_before_any_work(tmp_path: Path) -> None:
     check_writable(tmp_path / "new.csv", "--csv", "a.csv")
     with pytest.raises(mh.InputError, match=r"--csv .* is a folder\. Name a file .* as a\.csv"):

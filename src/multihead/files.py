@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from .errors import InputError
 
 
 def check_writable(path: Path, option: str, example: str) -> None:
     """Raise InputError where `path`, which `option` gave, cannot be written: before any work."""
-    if path.is_dir():
-        raise InputError(f"{option} {path} is a folder. Name a file in it, such as {example}.")
     try:
-        folder = path.resolve().parent
-    except (OSError, RuntimeError) as error:  # links in a circle
+        is_folder, folder = path.is_dir(), path.resolve().parent
+    except (OSError, RuntimeError) as error:  # names that are too long, links in a circle
         raise InputError(f"{option} {path} leads nowhere: {error}.") from error
+    if is_folder:
+        raise InputError(f"{option} {path} is a folder. Name a file in it, such as {example}.")
     if not folder.is_dir():
         raise InputError(f"{option} {path}: there is no folder {folder}.")
     replaced = path.is_file() or not path.exists()
@@ -38,7 +40,7 @@ def write_whole(path: Path, content: bytes, what: str = "") -> None:
             path.write_bytes(content)
             return
         target = path.resolve()
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        part = target.with_name(f".{os.getpid()}-{uuid4().hex[:8]}.part")
         with part.open("wb") as file:
             file.write(content)
             file.flush()
@@ -50,4 +52,5 @@ def write_whole(path: Path, content: bytes, what: str = "") -> None:
         raise InputError(f"{what} {path} cannot be written: {reason}.".lstrip()) from error
     finally:
         if part is not None:  # also after a KeyboardInterrupt
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
