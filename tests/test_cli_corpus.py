@@ -17,6 +17,7 @@ pytest.importorskip("safetensors")
 import tiny
 from corpora import TEXTS, Characters, write_lines
 from multihead.cli import main
+from multihead.cli.kept import is_kept
 from multihead.cli.terminal.corpus import in_context
 from multihead.errors import InputError
 from multihead.heads import CorpusRecord, Link, read_corpus
@@ -136,6 +137,8 @@ def test_what_was_kept_is_set_beside_another(capsys: pytest.CaptureFixture[str])
         (["kept", "--head", "L9H0"], "no head L9H0 in tiny model: it has 2 layers of 6 heads"),
         (["kept", "--compare", "smollm2"], "a record is compared with another one"),
         (["kept", "--compare", "kept", "--head", "L1H3"], "--compare has two"),
+        (["tiny", "--compare", "kept"], "--compare kept is a record"),
+        (["kept", "--compare", "other"], "differ in their layers or heads"),
         (["absent.safetensors"], "no file absent.safetensors"),
         ([LINES], "cannot be read|is no "),
     ],
@@ -144,11 +147,24 @@ def test_what_a_record_cannot_answer(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert inspect("--text", LINES, "--out", "kept") == 0
+    record = CorpusRecord.load("kept")
+    replace(record, heads=replace(record.heads, layers=("one", "two"))).save("other")
     capsys.readouterr()
     assert main(["inspect", *arguments]) == 2
     captured = capsys.readouterr()
     assert re.search(message, " ".join(captured.err.split())), captured.err
     assert captured.out == ""
+
+
+def test_a_model_is_no_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, content in (("smollm2", b"notes"), ("sha256-1", b"GGUF\3\0\0\0"), ("kept", b"some")):
+        Path(name).write_bytes(content)
+    assert is_kept("kept")
+    assert is_kept("~/kept")
+    assert is_kept("absent.safetensors")
+    for name in ("smollm2", "sha256-1", "absent", "x" * 5000, "."):
+        assert not is_kept(name)
 
 
 def test_a_folder_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

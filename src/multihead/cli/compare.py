@@ -50,10 +50,7 @@ def run(
 
 
 def print_records(here: HeadRecord, there: HeadRecord, *, as_json: bool) -> None:
-    """Print what differs between the heads of two records.
-
-    Raises InputError where their heads cannot be set side by side.
-    """
+    """Print what differs between the heads of two records of the same layers and heads."""
     comparison = here.compare(there)
     if as_json:
         print_json(

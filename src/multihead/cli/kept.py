@@ -15,12 +15,31 @@ if TYPE_CHECKING:
     from multihead.heads import CorpusRecord
 
 _SUFFIX = ".safetensors"
+_BUILT_IN = "smollm2"  # a model, whatever lies in the working directory
+_GGUF = b"GGUF"
 
 
 def is_kept(model: str) -> bool:
-    """Whether what stands for a model is a record: no model but a .gguf is a lone file."""
-    path = Path(model)
-    return (path.is_file() and path.suffix.lower() != ".gguf") or path.suffix == _SUFFIX
+    """Whether what stands for a model is a record: no model but a GGUF file is a lone file."""
+    if model == _BUILT_IN:
+        return False
+    path = Path(model).expanduser()
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(_GGUF)) != _GGUF
+    except OSError:  # no name that a file can have, or none to read
+        pass
+    return path.suffix == _SUFFIX
+
+
+def refuse_record(other: str) -> None:
+    """Raise InputError where a model shall be compared with a record: before any work."""
+    if is_kept(other):
+        raise InputError(
+            f"--compare {other} is a record, which is compared with another record: "
+            f"multihead inspect RECORD --compare {other}."
+        )
 
 
 def run(
@@ -70,15 +89,22 @@ def _compare(record: CorpusRecord, other: str, chosen: bool, as_json: bool) -> N
         )
     if chosen:
         raise InputError("--head and --sort are about one record; --compare has two. Leave it out.")
+    there = _load(other)
+    if (record.heads.layers, record.heads.heads) != (there.heads.layers, there.heads.heads):
+        raise InputError(
+            f"{record.heads.model} and {there.heads.model} differ in their layers or heads, which "
+            "are compared one by one: name records of two checkpoints of one architecture, or of "
+            "two texts."
+        )
     from multihead.cli.compare import print_records
 
-    print_records(record.heads, _load(other).heads, as_json=as_json)
+    print_records(record.heads, there.heads, as_json=as_json)
 
 
 def _load(path: str) -> CorpusRecord:
     from multihead.heads import CorpusRecord
 
-    return CorpusRecord.load(path)
+    return CorpusRecord.load(Path(path).expanduser())
 
 
 def _check_head(record: CorpusRecord, layer: int, head: int) -> None:

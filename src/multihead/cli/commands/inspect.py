@@ -145,6 +145,8 @@ def inspect(
         given = {**reading, **corpus.given(), **of_one_text}
         kept.run(model, compare=compare, head=head, sort=sort, as_json=json, given=given)
         return
+    if compare is not None:
+        kept.refuse_record(compare)
     if corpus.is_corpus:
         check_options(corpus, {**of_one_text, "--compare": compare is not None})
         run_corpus(model, corpus, head=head, sort=sort, dtype=dtype, as_json=json)
