@@ -368,9 +368,10 @@ def test_watched_heads_keep_their_numbers(kind, gone):
     assert {(it.layer, it.head) for it in compared} == {*zip(*there.nonzero(), strict=True)}
 
 
-def test_what_heads_write_and_carry_on_is_of_first_numbers():
+@pytest.mark.parametrize("gone", [EVERY_OTHER, LAYER])
+def test_what_heads_write_and_carry_on_is_of_first_numbers(gone):
     whole, every = tiny.language_model().double(), slice(None)
-    whole_model, model = zeroed(whole, EVERY_OTHER), pruned(whole, EVERY_OTHER)
+    whole_model, model = zeroed(whole, gone), pruned(whole, gone)
     expected, found = (writing(it, IDS[0]) for it in (whole_model, model))
     assert found.heads == expected.heads == (6, 6)
     for layer in range(2):
@@ -379,7 +380,7 @@ def test_what_heads_write_and_carry_on_is_of_first_numbers():
             torch.testing.assert_close(one, other)
         one, other = (it.key_attribution(layer, 5, every) for it in (found, expected))
         torch.testing.assert_close(one, other)
-        there = [head for head in range(6) if (layer, head) not in EVERY_OTHER]
+        there = [head for head in range(6) if (layer, head) not in gone]
         weights = found.weights(layer, every)
         torch.testing.assert_close(weights[there], expected.weights(layer, every)[there])
         assert weights.sum() == pytest.approx(len(there) * IDS.shape[1])
@@ -387,12 +388,17 @@ def test_what_heads_write_and_carry_on_is_of_first_numbers():
     torch.testing.assert_close(found.attribution(5, -1), added)
     strongest = found.strongest(5, -1, k=20)
     assert sorted((layer, head) for layer, head, _ in strongest) == [
-        (layer, head) for layer in range(2) for head in range(6) if (layer, head) not in EVERY_OTHER
+        (layer, head) for layer in range(2) for head in range(6) if (layer, head) not in gone
     ]
     for layer, head, value in strongest:
         assert value == pytest.approx(float(added[layer, head, 0, 0]))
     with pytest.raises(mh.ArgumentError, match="head 1 of layer 0 was pruned"):
         found.top_tokens(0, 1)
+
+
+def test_rollout_takes_first_numbers():
+    whole = tiny.language_model().double()
+    whole_model, model = zeroed(whole, EVERY_OTHER), pruned(whole, EVERY_OTHER)
     chosen = {0: (0, 4), 1: (5,)}
     one, other = (rollout(it, IDS[0], [2, -1], heads=chosen) for it in (model, whole_model))
     assert one.heads == other.heads
@@ -400,6 +406,13 @@ def test_what_heads_write_and_carry_on_is_of_first_numbers():
     assert rollout(model, IDS[0], -1).heads == ((0, 2, 3, 4), (0, 1, 4, 5))
     with pytest.raises(mh.ArgumentError, match=r"none of the pruned \[1, 5\]; got \[1\]"):
         rollout(model, IDS[0], -1, heads={0: [1]})
+    empty = pruned(whole, LAYER)
+    chosen = {1: (0, 1, 2)}
+    expected = rollout(zeroed(whole, LAYER), IDS[0], [0, 2, -1], heads=chosen, residual=0.25)
+    found = rollout(empty, IDS[0], [0, 2, -1], residual=0.25)
+    assert found.heads == ((), (0, 1, 2))
+    torch.testing.assert_close(found.shares.sum(-1), torch.ones(3, dtype=torch.float64))
+    assert not torch.equal(found.shares, expected.shares)  # the empty layer moves nothing
 
 
 @pytest.mark.parametrize("gone", [EVERY_OTHER, LAYER])

@@ -111,6 +111,8 @@ def rollout(
     )
     share_mk[torch.arange(len(index_m)), index_m] = 1.0
     for kept, before, chosen_heads in zip(calls[::-1], had[::-1], taken[::-1], strict=True):
+        if not chosen_heads:
+            continue  # of a layer without heads the stream alone is left
         places = [before.kept.index(head) for head in chosen_heads]
         attended_mk = passed_down(kept, share_mk, places)
         share_mk = residual * share_mk + (1 - residual) * attended_mk

@@ -164,6 +164,7 @@ class _Reading:
         if context is None:
             context = min(CONTEXT, position_count(model) or CONTEXT)
         context = _count("context", context, least=1)
+        seed = _count("seed", seed, least=0)
         check_positions(model, context, "Pass a smaller context.")
         self.tokens = 0
         self._model = model

@@ -238,7 +238,9 @@ def _project(layer: WritingLayer, module: nn.Module, read: Tensor, wrote: Tensor
         )
     weight: Any = module.weight
     weight_ic = weight if hasattr(module, "nf") else weight.T  # GPT-2's Conv1D has [in, out]
-    layer.weight = weight_ic.detach().to(dtype).reshape(heads, value_dim, -1)
+    layer.weight = (
+        weight_ic.detach().to(dtype).reshape(heads, value_dim, -1 if heads else wrote.shape[-1])
+    )
     bias: Any = getattr(module, "bias", None)
     layer.bias = None if bias is None else bias.detach().to(dtype)
     layer.error = relative_error(layer_output(layer), wrote.to(dtype))
