@@ -249,6 +249,7 @@ def test_a_rope_for_each_type_of_layer() -> None:
     ("rope", "words"),
     [
         ({"rope_type": "proportional"}, "rope_type='proportional' is not known here"),
+        (LONG | {"short_mscale": 1.1, "long_mscale": 1.3}, "an amplitude for each length"),
         (LONG | {"short_factor": [1.0]}, "'long_factor', which is missing"),
         ({"rope_type": "linear"}, "'factor', which is missing"),
         ({"rope_type": "dynamic", "factor": 2.0}, "'max_position_embeddings', which is missing"),

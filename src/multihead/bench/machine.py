@@ -25,7 +25,10 @@ CLASSES = {
 }
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_RUN = (":/src", ":/csrc", ":/examples", ":/benchmarks", ":(top,exclude)benchmarks/results")
+_RUN = (
+    *(":/src", ":/csrc", ":/CMakeLists.txt", ":/pyproject.toml", ":/constraints.txt"),
+    *(":/examples", ":/benchmarks", ":(top,exclude)benchmarks/results"),
+)
 
 
 def describe(threads: int) -> dict[str, Any]:

@@ -115,6 +115,11 @@ def _factor(config: Mapping[str, Any], rope: Mapping[str, Any], original: int) -
 
 
 def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any], original: int) -> LongRoPEScaling:
+    if rope.get("short_mscale") is not None or rope.get("long_mscale") is not None:
+        raise ArgumentError(
+            "longrope with short_mscale and long_mscale, an amplitude for each length (Phi-3.5-MoE)"
+            ", is not known here."
+        )
     return LongRoPEScaling(
         _needed(rope, "short_factor"),
         _needed(rope, "long_factor"),
